@@ -9,13 +9,16 @@ from bench.report import Row, best_of
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.policies.capacity_packing import interleaved_capacity, pack_copies
-from evenkeel_moe.planning.policies.craft.policy import (
+from evenkeel_moe.planning.policies.copies import (
+    interleaved_capacity,
+    pack_copies,
+    replicate_experts,
+)
+from evenkeel_moe.planning.policies.craft import (
     allocate_replicas,
     place_replicas,
     replica_benefit,
 )
-from evenkeel_moe.planning.policies.replication import replicate_experts
 
 __all__ = ["craft_rows"]
 

@@ -11,8 +11,7 @@ from bench.loads import lognormal_steps
 from bench.report import Row, best_of
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.cost import CostModel
-from evenkeel_moe.planning.policies.gem.kernels import search_layers
-from evenkeel_moe.planning.policies.gem.policy import cost_table
+from evenkeel_moe.planning.policies.gem import cost_table, search_layers
 from evenkeel_moe.planning.problem.kernels import TimeTerms, rank_time, time_terms
 
 __all__ = ["gem_rows"]

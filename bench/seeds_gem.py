@@ -12,12 +12,14 @@ from bench.seeds_placement import GEM_RANKS, GEM_WINDOW
 from evenkeel_moe.agent.profile.token_curve import token_counts
 from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.gem.kernels import (
+from evenkeel_moe.planning.policies.gem import (
+    GemOptions,
+    cost_table,
     initial_mapping,
+    plan_gem,
     refine_mapping,
     search_layers,
 )
-from evenkeel_moe.planning.policies.gem.policy import GemOptions, cost_table, plan_gem
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 

@@ -28,7 +28,7 @@ from evenkeel_moe.engines.reference.state import SavedPlacement, save_placement
 from evenkeel_moe.engines.reference.supervisor import Supervisor
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.policies.craft.policy import plan_craft
+from evenkeel_moe.planning.policies.craft import plan_craft
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.problem.metrics import balancedness_mean
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem

@@ -13,14 +13,14 @@ from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.craft.policy import (
+from evenkeel_moe.planning.policies.craft import (
     Benefit,
     allocate_replicas,
     place_replicas,
     replica_benefit,
 )
 from evenkeel_moe.planning.policies.eplb import plan_eplb, rebalance_experts
-from evenkeel_moe.planning.policies.gem.policy import plan_gem
+from evenkeel_moe.planning.policies.gem import plan_gem
 from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem.metrics import balancedness_mean, rank_load
 from evenkeel_moe.planning.problem.objective import Objective

@@ -5,7 +5,7 @@ import pytest
 
 from evenkeel_moe.errors import InvalidInput, Reason
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.craft.policy import CraftOptions, ReplicaRule, plan_craft
+from evenkeel_moe.planning.policies.craft import CraftOptions, ReplicaRule, plan_craft
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem

@@ -15,7 +15,7 @@ from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWo
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.policy import OptionValue
 from evenkeel_moe.model.topology import ModelShape, Topology, slots_of_rank
-from evenkeel_moe.planning.policies.craft.policy import factor_by_memory
+from evenkeel_moe.planning.policies.craft import factor_by_memory
 from evenkeel_moe.planning.policies.registry import find_policy, known_policies
 from evenkeel_moe.planning.problem.derived_cost import derived_cost, shared_tokens, tokens_cost
 from evenkeel_moe.planning.problem.objective import Objective

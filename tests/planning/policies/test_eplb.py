@@ -7,14 +7,17 @@ from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMisma
 from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.capacity_packing import interleaved_capacity, pack_copies
+from evenkeel_moe.planning.policies.copies import (
+    interleaved_capacity,
+    pack_copies,
+    replicate_experts,
+)
 from evenkeel_moe.planning.policies.eplb import (
     Variant,
     balanced_packing,
     plan_eplb,
     rebalance_experts,
 )
-from evenkeel_moe.planning.policies.replication import replicate_experts
 from evenkeel_moe.planning.problem import metrics, moe_time
 from tests.planning import twins
 from tests.planning.builders import a_problem

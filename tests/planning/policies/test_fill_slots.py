@@ -8,9 +8,9 @@ from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies import fill_slots
-from evenkeel_moe.planning.policies.fill_slots import fill_empty_slots
+from evenkeel_moe.planning.policies import proposal
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
+from evenkeel_moe.planning.policies.proposal import fill_empty_slots
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.token_split import SplitModel
@@ -188,5 +188,5 @@ def test_large_windows_are_filled_by_some_of_their_steps(monkeypatch):
     trials = int((sparse.phy2log == EMPTY).sum()) * 6 * len(problem.load)
     by_newest = fill_empty_slots(replace(problem, load=problem.load[::-2]), sparse)
     assert by_newest != fill_empty_slots(problem, sparse)
-    monkeypatch.setattr(fill_slots, "_MOST_TRIALS", -(-trials // 2))
+    monkeypatch.setattr(proposal, "_MOST_TRIALS", -(-trials // 2))
     assert fill_empty_slots(problem, sparse) == by_newest

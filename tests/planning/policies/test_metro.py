@@ -3,8 +3,7 @@ import numpy as np
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning.policies.eplb import plan_eplb
-from evenkeel_moe.planning.policies.metro import plan_metro
+from evenkeel_moe.planning.policies.eplb import plan_eplb, plan_metro
 from evenkeel_moe.planning.problem import metrics, moe_time
 from tests.planning.builders import a_problem
 

@@ -13,14 +13,14 @@ from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies import registry
-from evenkeel_moe.planning.policies.craft.policy import (
+from evenkeel_moe.planning.policies.craft import (
     CraftOptions,
     GainWeighting,
     ReplicaRule,
     plan_craft,
 )
 from evenkeel_moe.planning.policies.eplb import EPLB, Variant, plan_eplb
-from evenkeel_moe.planning.policies.gem.policy import GemOptions, plan_gem
+from evenkeel_moe.planning.policies.gem import GemOptions, plan_gem
 from evenkeel_moe.planning.policies.policy_entry import PolicyEntry, PolicyInputs
 from evenkeel_moe.planning.policies.registry import (
     FORMS,

@@ -11,8 +11,7 @@ from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem import moe_time
-from evenkeel_moe.planning.problem.kernels import batch_split_kernel
-from evenkeel_moe.planning.problem.layer_threads import map_layers
+from evenkeel_moe.planning.problem.kernels import batch_split_kernel, map_layers
 from evenkeel_moe.planning.problem.moe_time import waterfilled_work
 from evenkeel_moe.planning.problem.token_split import SplitModel, slot_load
 from tests.planning import twins

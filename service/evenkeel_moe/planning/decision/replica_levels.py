@@ -16,7 +16,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.model.unknown import NanIfUnknown
 from evenkeel_moe.planning.decision.verdict import MIN_STEPS, Call, Verdict, judge
-from evenkeel_moe.planning.policies.craft.policy import (
+from evenkeel_moe.planning.policies.craft import (
     Benefit,
     CraftOptions,
     ReplicaRule,

@@ -1,4 +1,4 @@
-"""The EPLB policy: replicate by load per copy, then pack the heaviest replica first.
+"""The EPLB policy: replicate by load per copy, then pack the heaviest replica first; and METRO.
 
 The hierarchical form first packs expert groups into nodes and then works inside each node. The
 global form is the hierarchical one with a single group and a single node. On loads without ties
@@ -9,6 +9,7 @@ expert twice unless the problem allows duplicates.
 Source: deepseek-ai/EPLB eplb.py@d52c72d.
 """
 
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 
@@ -20,10 +21,9 @@ from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.checks import undivided
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.policies.capacity_packing import pack_copies
+from evenkeel_moe.planning.policies.copies import pack_copies, replicate_experts
 from evenkeel_moe.planning.policies.policy_entry import PolicyEntry
 from evenkeel_moe.planning.policies.proposal import build_proposal
-from evenkeel_moe.planning.policies.replication import replicate_experts
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import (
     PlacementProblem,
@@ -294,11 +294,36 @@ def _with_duplicates(rows: NDArray[np.int32], num_ranks: int) -> NDArray[np.int6
     return np.flatnonzero((by_rank[:, :, 1:] == by_rank[:, :, :-1]).any(axis=(1, 2)))
 
 
+def plan_metro(problem: PlacementProblem) -> Proposal:
+    """Plan by EPLB on the share of steps in which each expert is active, instead of tokens.
+
+    Decode is often memory-bound: a rank's time then follows the number of experts that it
+    activates. METRO routes every batch to the fewest replicas (`fewest` dispatch) over EPLB's
+    placement; this carries the idea to the placement. It is a baseline; keel weighs both by the
+    cost model.
+
+    Args:
+        problem: as for EPLB.
+
+    Raises:
+        InvalidInput, InfeasiblePlan: as EPLB.
+
+    Source: METRO, arXiv 2512.09277.
+    """
+    active = np.minimum(problem.load, 1.0)
+    placement, scores, form = choose_form(replace(problem, load=active))
+    keep_nodes = float(form is Variant.HIERARCHICAL)
+    return build_proposal(problem, placement, len(scores), {"keep_nodes": keep_nodes})
+
+
 EPLB = PolicyEntry(
     "eplb",
     "DeepSeek's algorithm: replicas for the experts with most tokens, then an even split of the"
     " tokens over the ranks",
     plan_eplb,
+)
+METRO = PolicyEntry(
+    "metro", "eplb, with the steps in which an expert has tokens at all as its load", plan_metro
 )
 EPLB_FORMS = (
     PolicyEntry(

@@ -17,12 +17,11 @@ from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.craft.policy import CRAFT
-from evenkeel_moe.planning.policies.eplb import EPLB, EPLB_FORMS
-from evenkeel_moe.planning.policies.gem.policy import GEM
+from evenkeel_moe.planning.policies.craft import CRAFT
+from evenkeel_moe.planning.policies.eplb import EPLB, EPLB_FORMS, METRO
+from evenkeel_moe.planning.policies.gem import GEM
 from evenkeel_moe.planning.policies.keel.policy import KEEL
 from evenkeel_moe.planning.policies.libra import LIBRA
-from evenkeel_moe.planning.policies.metro import METRO
 from evenkeel_moe.planning.policies.policy_entry import PolicyEntry
 from evenkeel_moe.planning.problem import metrics
 from evenkeel_moe.planning.problem.objective import Objective

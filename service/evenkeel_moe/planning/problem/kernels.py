@@ -4,7 +4,9 @@ Callers validate. Every kernel has a slow numpy twin in the tests. Kernels run o
 without fastmath, so the same input gives the same bytes on any machine. They release the GIL.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,7 @@ from evenkeel_moe.batch_split import choose_replicas, list_layers, split_tokens
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
 
+_T = TypeVar("_T")
 TILE_SLACK = 1e-9
 """Fraction of a tile by which a load may exceed a tile boundary at no cost: hides rounding errors
 of even splits."""
@@ -264,3 +267,11 @@ def nearest_shares_kernel(
                 rank = slot // per_rank
                 copies_of[rank] = copies_on[node_of_rank[rank]] = 0
     return shares
+
+
+def map_layers(work: Callable[[int], _T], layers: Sequence[int], threads: int) -> list[_T]:
+    """Return `work` of each layer, in their order; kernels run in several threads at once."""
+    if threads < 2 or len(layers) < 2:
+        return list(map(work, layers))
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, layers))

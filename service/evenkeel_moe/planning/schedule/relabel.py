@@ -13,7 +13,7 @@ from evenkeel_moe.model.cost import CostCurves
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import Topology
-from evenkeel_moe.planning.problem.layer_threads import map_layers
+from evenkeel_moe.planning.problem.kernels import map_layers
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 
 _MANY_RANKS = 128

@@ -13,8 +13,7 @@ from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.keel.options import KeelOptions
-from evenkeel_moe.planning.policies.keel.policy import plan_keel
-from evenkeel_moe.planning.policies.keel.starts import fit_to_budget
+from evenkeel_moe.planning.policies.keel.policy import fit_to_budget, plan_keel
 from evenkeel_moe.planning.policies.keel.window import look_ahead
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import SlotBudget

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from evenkeel_moe.batch_split import choose_replicas, slots_by_expert
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.planning.policies.fill_slots import FillTerms
 from evenkeel_moe.planning.policies.keel.layer import raised, root
+from evenkeel_moe.planning.policies.proposal import FillTerms
 from evenkeel_moe.planning.problem.kernels import (
     rank_time,
     time_terms,
@@ -51,9 +51,10 @@ def fill_for_fewest(problem: PlacementProblem, placement: Placement, price: floa
     load = problem.load[::-every][::-1]
     shared = cost.shared_tokens * source_shares(SplitModel.of(problem), ranks, shape.num_layers)
     terms = FillTerms(work_terms(cost.replica), time_terms(replace(cost, fixed=0.0), ranks), price)
-    rows, most = placement.phy2log.copy(), SlotBudget.of(problem).per_layer
+    rows = placement.phy2log.copy()
+    most = SlotBudget.of(problem).per_layer
     for layer, row in enumerate(rows):
-        spare = min(most, len(row)) - int((row >= 0).sum())
+        spare = most - int((row >= 0).sum())
         tokens = np.ascontiguousarray(load[:, layer])
         _fill_layer(tokens, row, copy_prices(problem, layer), shared[layer], terms, spare)
     return Placement(rows, ranks, experts)

@@ -5,7 +5,8 @@ copy. Replicas, rank speeds and copies are weighed together:
 
 1. `window`: weigh the window's steps by how much they say about the coming ones, and move the
    loads of experts to where a forecast expects them.
-2. `starts`: the present placement, EPLB's, one from nothing, one without replicas. All are scored.
+2. Here: start from the present placement, EPLB's, one from nothing and one without replicas.
+   All are scored.
 3. `search`: improve the best of them layer by layer with single moves (`moves`), on a smooth form
    of the objective (`layer`).
 4. Here: choose for each layer among what was found, by the dispatcher's own time.
@@ -16,26 +17,28 @@ it.
 All constants are in `options`.
 """
 
+import heapq
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InfeasiblePlan
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
+from evenkeel_moe.model.cost import CostCurves
 from evenkeel_moe.model.dispatch_model import DispatchModel
-from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import PlanLimits
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.policies.copies import (
+    interleaved_capacity,
+    pack_copies,
+    replicate_experts,
+)
+from evenkeel_moe.planning.policies.eplb import Variant, choose_form
 from evenkeel_moe.planning.policies.keel.fewest_slots import fill_for_fewest
 from evenkeel_moe.planning.policies.keel.options import DEFAULT_OPTIONS, KeelOptions
 from evenkeel_moe.planning.policies.keel.search import Search, copy_limit
-from evenkeel_moe.planning.policies.keel.starts import (
-    cold_start,
-    eplb_start,
-    fit_to_budget,
-    is_engine_start,
-    metro_start,
-)
 from evenkeel_moe.planning.policies.keel.survival import spread_experts
 from evenkeel_moe.planning.policies.keel.window import Window, look_ahead, reading_dominates
 from evenkeel_moe.planning.policies.policy_entry import PolicyEntry, PolicyInputs
@@ -44,6 +47,7 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import (
     PlacementProblem,
     Proposal,
+    SlotBudget,
 )
 from evenkeel_moe.planning.problem.survival import Survive, coverage
 from evenkeel_moe.planning.problem.token_split import SplitModel
@@ -182,7 +186,7 @@ def _candidates(
                 fill_for_fewest(problem, plan, options.fill_price * costs.per_copy)
                 for plan in list(found)
             ]
-        metro = metro_start(problem) if _is_first(problem) else None
+        metro = _metro_start(problem) if _is_first(problem) else None
         if metro is not None:
             found.append(_spread(problem, metro, options.survive))
     return [*starts.values(), *found]
@@ -202,15 +206,15 @@ def _starts(problem: PlacementProblem, options: KeelOptions) -> dict[str, Placem
     present = _present(problem)
     if present is not None:
         found["present"] = present
-    eplb = eplb_start(problem)
+    eplb = _eplb_start(problem)
     if eplb is not None:
         found["eplb"] = eplb
     if first or present is None:
-        found["nothing"] = relabel(problem, cold_start(problem))
+        found["nothing"] = relabel(problem, _cold_start(problem))
     fewest = problem.objective.dispatch is DispatchModel.FEWEST
     if fewest or reading_dominates(problem, options.single_reading):
         single = replace(problem, replica_budget=0)
-        found["no replicas"] = _present(single) or cold_start(single)
+        found["no replicas"] = _present(single) or _cold_start(single)
     return found
 
 
@@ -233,7 +237,144 @@ def _is_first(problem: PlacementProblem) -> bool:
     current, limits = problem.current, problem.objective.limits
     if current is None:
         return True
-    return is_engine_start(problem.shape, current) and limits == PlanLimits()
+    return _is_engine_start(problem.shape, current) and limits == PlanLimits()
+
+
+def _eplb_start(problem: PlacementProblem) -> Placement | None:
+    """Return EPLB's placement with the fewest moves; None if EPLB cannot plan, or under limits."""
+    if problem.objective.limits != PlanLimits():
+        return None
+    try:
+        placement, _, form = choose_form(problem)
+    except (InvalidInput, InfeasiblePlan):
+        return None
+    return relabel(problem, placement, keep_nodes=form is Variant.HIERARCHICAL)
+
+
+def _metro_start(problem: PlacementProblem) -> Placement | None:
+    """Return METRO's placement, EPLB's on activations, as `_eplb_start`."""
+    return _eplb_start(replace(problem, load=np.minimum(problem.load, 1.0)))
+
+
+def _linear_rates(costs: CostCurves | None, num_ranks: int) -> NDArray[np.float64]:
+    """Return how slow each rank is, (R,): cost per token at the last stair over the mean."""
+    if costs is None:
+        return np.ones(num_ranks)
+    tiles = costs.tile_seconds.shape[1]
+    rates = costs.tile_seconds[:, -1] / (tiles * costs.tile_tokens)
+    mean = float(rates.mean())
+    return np.asarray(rates / mean, np.float64) if mean > 0 else np.ones(num_ranks)
+
+
+def _is_engine_start(shape: ModelShape, placement: Placement) -> bool:
+    """Return True if nothing was planned yet, so that engines have just started.
+
+    Their start is one of ours, or has the same map in every layer. A single layer, or one of a pool
+    with experts that do not divide by ranks, does not show the latter.
+    """
+    if placement.num_layers > 1 and (placement.phy2log == placement.phy2log[0]).all():
+        return True
+    return placement in (Placement.initial(shape), Placement.linear(shape))
+
+
+def _cold_start(problem: PlacementProblem) -> Placement:
+    """Build a placement from nothing: copies by load per copy, packed heaviest first by rank speed.
+
+    Raises:
+        InfeasiblePlan: too few slots.
+    """
+    shape = problem.shape
+    layers, ranks = shape.num_layers, shape.num_ranks
+    load = problem.load.sum(axis=0)
+    share = SlotBudget.of(problem).equal_share(layers)
+    _, logcnt = replicate_experts(load.astype(np.float32), share, ranks)
+    capacity = interleaved_capacity(np.full(layers, share, np.int64), problem.topology)
+    rates = _linear_rates(problem.objective.cost.curves, ranks)
+    rows = pack_copies(load, logcnt, capacity, shape.slots_per_rank, rates)
+    return Placement(rows, ranks, shape.num_logical_experts)
+
+
+def fit_to_budget(problem: PlacementProblem, current: Placement) -> Placement | None:
+    """Remove from a placement second copies on a rank, and the copies that exceed the budget.
+
+    Args:
+        problem: names the budget.
+        current: a placement of its shape.
+
+    Returns:
+        None if an expert has no copy to start from.
+
+    Raises:
+        InfeasiblePlan: a rank's pool cannot hold the experts that have no other copy.
+    """
+    shape = problem.shape
+    if (current.logcnt == 0).any():
+        return None
+    budget = SlotBudget.of(problem)
+    rows = current.phy2log.copy()
+    load = problem.load.sum(axis=0)
+    # The slots of one rank in all layers side by side; both are views of `rows`.
+    by_rank = rows.reshape(shape.num_layers, shape.num_ranks, shape.slots_per_rank)
+    before = np.tri(shape.slots_per_rank, k=-1, dtype=np.bool_)
+    again = (by_rank[..., :, None] == by_rank[..., None, :]) & before
+    by_rank[again.any(axis=-1)] = EMPTY
+    if budget.pool_per_rank is None:
+        for layer in range(shape.num_layers):
+            _drop_copies(rows[layer : layer + 1], load[layer : layer + 1], None, budget.per_layer)
+    else:
+        for rank in range(shape.num_ranks):
+            slots = np.arange(rank * shape.slots_per_rank, (rank + 1) * shape.slots_per_rank)
+            _drop_copies(rows, load, slots, budget.pool_per_rank)
+        _drop_copies(rows, load, None, budget.total)
+    return Placement(rows, shape.num_ranks, shape.num_logical_experts)
+
+
+def _drop_copies(
+    rows: NDArray[np.int32],
+    load: NDArray[np.float64],
+    slots: NDArray[np.int64] | None,
+    most: int,
+) -> None:
+    """Empty slots until at most `most` are filled, always the copy whose loss matters least.
+
+    Args:
+        rows: (L, S) experts of the slots. Mutated.
+        load: (L, E) [tokens].
+        slots: the slots that count; None for all.
+        most: filled slots to keep, over all layers.
+    """
+    among = np.arange(rows.shape[1]) if slots is None else slots
+    surplus = int((rows[:, among] >= 0).sum()) - most
+    if surplus <= 0:
+        return
+    copies = np.zeros(load.shape, np.int64)
+    held = np.nonzero(rows >= 0)
+    np.add.at(copies, (held[0], rows[held]), 1)
+
+    def load_left(layer: int, slot: int) -> float:
+        """Return the load per copy of the slot's expert without the slot; inf for its last copy."""
+        expert = rows[layer, slot]
+        others = int(copies[layer, expert]) - 1
+        return float(load[layer, expert]) / others if others else np.inf
+
+    filled = zip(*np.nonzero(rows[:, among] >= 0), strict=True)
+    choices = [(load_left(layer, among[n]), int(among[n]), int(layer)) for layer, n in filled]
+    heapq.heapify(choices)
+    while surplus > 0:
+        left, slot, layer = heapq.heappop(choices)
+        if not np.isfinite(left):
+            raise InfeasiblePlan(
+                "a rank's pool is smaller than the experts that have no other copy",
+                Reason.POOL_EXCEEDED,
+            )
+        # Since the entry was made, other copies may have gone: what is left has only risen.
+        now = load_left(layer, slot)
+        if now > left:
+            heapq.heappush(choices, (now, slot, layer))
+            continue
+        copies[layer, rows[layer, slot]] -= 1
+        rows[layer, slot] = EMPTY
+        surplus -= 1
 
 
 def _plan_few_layers(
@@ -244,7 +385,7 @@ def _plan_few_layers(
     Layers in which more experts must get a second fault domain come first.
     """
     most = problem.objective.limits.max_layers
-    start = _present(problem) or cold_start(problem)
+    start = _present(problem) or _cold_start(problem)
     spread = _spread(problem, start, survive)
     found = search.improve(spread)
     gains = costs.by_layer(start) - costs.by_layer(found)
@@ -262,7 +403,7 @@ def _price(problem: PlacementProblem, window: Window, options: KeelOptions) -> f
     if problem.current is None:
         return 0.0
     price, objective = 0.0, problem.objective
-    if not is_engine_start(problem.shape, problem.current):
+    if not _is_engine_start(problem.shape, problem.current):
         per_rank = problem.shape.mean_slots_per_rank
         seen = window.unit_tokens * len(problem.load) / per_rank / window.noise
         caution = options.caution / seen**0.5

@@ -17,7 +17,7 @@ from evenkeel_moe.planning.policies.keel.single_slots import exchange_copies
 from evenkeel_moe.planning.policies.keel.survival import least_copies
 from evenkeel_moe.planning.policies.keel.window import Window, reading_dominates
 from evenkeel_moe.planning.problem import moe_time
-from evenkeel_moe.planning.problem.layer_threads import map_layers
+from evenkeel_moe.planning.problem.kernels import map_layers
 from evenkeel_moe.planning.problem.placement_problem import (
     PlacementProblem,
     SlotBudget,

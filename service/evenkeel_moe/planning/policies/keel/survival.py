@@ -24,7 +24,7 @@ class _Repair(NamedTuple):
 
     row: NDArray[np.int32]
     """(S,) expert of each slot, -1 for empty."""
-    count: NDArray[np.int64]
+    replicas: NDArray[np.int64]
     """(E, R) slots of each rank that hold the expert."""
     work: NDArray[np.float64]
     """(R,) [tokens]"""
@@ -77,7 +77,7 @@ def spread_experts(
         _spread_layer(
             _Repair(
                 row,
-                count=np.zeros(sizes, np.int64),
+                replicas=np.zeros(sizes, np.int64),
                 work=np.zeros(shape.num_ranks),
                 room=room,
                 spare=np.array([most - filled]),
@@ -103,8 +103,8 @@ def least_copies(
 
 @kernel
 def _spread_layer(layer: _Repair) -> None:
-    """Spread the experts of one layer; `count` and `work` are 0 before."""
-    row, count, load, work = layer.row, layer.count, layer.load, layer.work
+    """Spread the experts of one layer; `replicas` and `work` are 0 before."""
+    row, count, load, work = layer.row, layer.replicas, layer.load, layer.work
     experts, ranks = count.shape
     per_rank = row.shape[0] // ranks
     for slot in range(row.shape[0]):
@@ -164,7 +164,7 @@ def _in_domain(layer: _Repair, expert: int, rank: int) -> bool:
     """Return True if the domain of a rank holds an expert."""
     found = False
     for other in range(layer.domains.shape[0]):
-        found |= layer.count[expert, other] > 0 and layer.domains[other] == layer.domains[rank]
+        found |= layer.replicas[expert, other] > 0 and layer.domains[other] == layer.domains[rank]
     return found
 
 
@@ -174,7 +174,7 @@ def _may_take(layer: _Repair, slot: int, heat: float) -> bool:
 
     An expert colder than `heat` gives up its second domain, but never its last replica.
     """
-    count, domains = layer.count, layer.domains
+    count, domains = layer.replicas, layer.domains
     rank, old = slot // (layer.row.shape[0] // count.shape[1]), index(layer.row[slot])
     if old < 0:
         return layer.room[rank] > 0 and layer.spare[0] > 0
@@ -183,7 +183,7 @@ def _may_take(layer: _Repair, slot: int, heat: float) -> bool:
     keeps = count_domains(count[old], domains, rank, _NONE) == count_domains(
         count[old], domains, _NONE, _NONE
     )
-    return keeps or layer.load[old] < heat
+    return keeps or bool(layer.load[old] < heat)
 
 
 @kernel
@@ -198,7 +198,7 @@ def _copies_of(layer: _Repair, comes: int, leaves: int, rank: int) -> int:
 @kernel
 def _put(layer: _Repair, slot: int, expert: int) -> None:
     """Put an expert in a slot."""
-    row, count, load, work = layer.row, layer.count, layer.load, layer.work
+    row, count, load, work = layer.row, layer.replicas, layer.load, layer.work
     rank, old = slot // (row.shape[0] // count.shape[1]), index(row[slot])
     layer.copies[0] -= _copies_of(layer, expert, old, rank)
     for changed, change in ((old, -1), (expert, 1)):
@@ -223,7 +223,7 @@ def _make_room(layer: _Repair, expert: int) -> tuple[int, int]:
 
     Both are -1 if there are none. The other expert keeps its number of domains.
     """
-    row, count, domains = layer.row, layer.count, layer.domains
+    row, count, domains = layer.row, layer.replicas, layer.domains
     per_rank = row.shape[0] // count.shape[1]
     for free in range(row.shape[0]):
         to = free // per_rank

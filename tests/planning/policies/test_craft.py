@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.craft.kernels import replay_layer
-from evenkeel_moe.planning.policies.craft.policy import (
+from evenkeel_moe.planning.policies.craft import (
     Benefit,
     CraftOptions,
     GainWeighting,
@@ -19,6 +18,7 @@ from evenkeel_moe.planning.policies.craft.policy import (
     factor_by_memory,
     gain_of,
     plan_craft,
+    replay_layer,
     replica_benefit,
 )
 from evenkeel_moe.planning.problem import metrics

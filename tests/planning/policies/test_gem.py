@@ -10,15 +10,13 @@ from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.planning.policies.gem.kernels import (
-    initial_mapping,
-    refine_mapping,
-    search_layers,
-)
-from evenkeel_moe.planning.policies.gem.policy import (
+from evenkeel_moe.planning.policies.gem import (
     GemOptions,
     cost_table,
+    initial_mapping,
     plan_gem,
+    refine_mapping,
+    search_layers,
 )
 from evenkeel_moe.planning.problem import metrics, moe_time
 from tests.planning.builders import a_problem
@@ -108,7 +106,7 @@ def test_every_restart_runs_on_traffic_of_a_recorded_traces_size():
 
 
 def test_its_own_bound_holds_beside_the_one_asked_for(monkeypatch):
-    monkeypatch.setattr("evenkeel_moe.planning.policies.gem.policy._MOST_WORK", 8)
+    monkeypatch.setattr("evenkeel_moe.planning.policies.gem._MOST_WORK", 8)
     load = np.random.default_rng(5).integers(0, 100, (8, 3, 16)).astype(float)
     once = plan_gem(problem_of(load, 4), GemOptions(restarts=1))
     assert plan_gem(problem_of(load, 4, max_evaluations=1 << 60)).evaluations == once.evaluations
