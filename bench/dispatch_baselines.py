@@ -2,9 +2,9 @@
 
 HarMoEny decides on exact routing, after the gate: it moves tokens of the hottest expert on the most
 loaded rank to the least loaded rank and fetches the expert there. Lina predicts an expert from the
-path of a token through earlier layers, with a table built beforehand. The capacity factor caps the
-tokens per expert and drops or spills the rest. A greedy choice of the fewest active experts, beside
-the exact one, gives each active expert to the least busy of its ranks and never revises it.
+path of a token through earlier layers, with a table built beforehand. A greedy choice of the fewest
+active experts, beside the exact one, gives each active expert to the least busy of its ranks and
+never revises it.
 """
 
 from collections import Counter, defaultdict
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.batch_split import slots_by_expert
 from evenkeel_moe.jit import kernel
 
-__all__ = ["apply_capacity", "expert_capacity", "greedy_fewest", "harmoeny", "PathTable"]
+__all__ = ["greedy_fewest", "harmoeny", "PathTable"]
 
 
 def harmoeny(
@@ -159,45 +159,3 @@ class PathTable:
                     set(self.predict(layer, token, len(token[layer]))) & set(token[layer])
                 )
         return np.asarray(hits / (ids.shape[0] * ids.shape[2]), np.float64)
-
-
-def expert_capacity(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """Return the tokens one expert takes per batch: floor(factor * tokens * k / E).
-
-    Source: Switch, GShard.
-    """
-    return int(np.floor(factor * num_tokens * top_k / num_experts))
-
-
-def apply_capacity(
-    experts: NDArray[np.integer],
-    num_experts: int,
-    capacity: int,
-    *,
-    spill: NDArray[np.integer] | None = None,
-) -> NDArray[np.int64]:
-    """Cap the tokens of every expert, in order of arrival.
-
-    Args:
-        experts: (n,) first choice of each token.
-        num_experts: E.
-        capacity: the tokens an expert takes.
-        spill: (n,) second choice for tokens that overflow; None drops them.
-
-    Returns:
-        (n,) the expert that serves each token; -1 if the token is dropped and only its residual
-        goes on.
-    """
-    taken = np.zeros(num_experts, np.int64)
-    served = np.full(len(experts), -1, np.int64)
-    for token, expert in enumerate(experts.tolist()):
-        if taken[expert] < capacity:
-            taken[expert] += 1
-            served[token] = expert
-    if spill is not None:
-        for late in np.flatnonzero(served < 0).tolist():
-            second = int(spill[late])
-            if taken[second] < capacity:
-                taken[second] += 1
-                served[late] = second
-    return served

@@ -18,7 +18,6 @@ from bench.dispatch_tokens import waterfill_rows as token_waterfill_rows
 from bench.dispatch_traces import Recorded, read_all
 from bench.report import Row, print_row, print_versions, save_rows
 from bench.seeds_dispatch import (
-    capacity_rows,
     libra_rows,
     lplb_rows,
     metro_rows,
@@ -50,7 +49,6 @@ def sections(
         "waterfill": lambda: chain(waterfill_rows(traces), waterfill_rule_rows(ids)),
         "metro": lambda: metro_rows(traces),
         "tokens": lambda: [token_waterfill_rows(ids), accuracy_rows(traces, ids)],
-        "capacity": lambda: capacity_rows(ids),
         "kv-paper": lambda: [memory_rows()],
         "kv": kv_rows,
     }

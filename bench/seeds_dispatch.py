@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.dispatch_baselines import apply_capacity, expert_capacity
 from bench.dispatch_rules import predicted_demand
 from bench.dispatch_traces import RANKS, Recorded
 from bench.report import Row
@@ -25,7 +24,7 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.metrics import rank_load
 from evenkeel_moe.planning.problem.token_split import SplitModel
 
-__all__ = ["capacity_rows", "libra_rows", "lplb_rows", "metro_rows", "waterfill_rows"]
+__all__ = ["libra_rows", "lplb_rows", "metro_rows", "waterfill_rows"]
 
 STEPS = 20
 """Steps sampled per trace for Libra, evenly spaced."""
@@ -53,7 +52,6 @@ REDUNDANT = (0, 8, 16, 32)
 """Redundant slots for 64 experts."""
 BOUND_BY_READING = (0.5, 1.0, 2.0, 4.0)
 """k: reading the weights of an expert takes as long as computing k times its mean tokens."""
-CAPACITY_FACTORS = (1.2, 1.5)
 
 
 def _initial(trace: Recorded) -> Placement:
@@ -274,28 +272,3 @@ def _slot_time(tokens: NDArray[np.float64], cost: CostModel) -> float:
     """Return the time of all steps and layers, by the (T, L, S) tokens of each slot."""
     work = _by_rank(moe_time.replica_work(tokens, cost.replica))
     return float(moe_time.rank_times(work, cost).max(axis=2).sum())
-
-
-def capacity_rows(ids: dict[str, NDArray[np.int64]]) -> Iterator[list[Row]]:
-    """Share of first choices over an expert's capacity, dropped or after one spill."""
-    for name, tokens in ids.items():
-        experts, batch = int(tokens.max()) + 1, tokens[:4096]
-        rows = []
-        for factor in CAPACITY_FACTORS:
-            capacity = expert_capacity(len(batch), 1, experts, factor)
-            for label in ("dropped", "dropped_after_spill"):
-                lost = [
-                    (
-                        apply_capacity(
-                            batch[:, layer, 0],
-                            experts,
-                            capacity,
-                            spill=batch[:, layer, 1] if label.endswith("spill") else None,
-                        )
-                        < 0
-                    ).mean()
-                    for layer in range(tokens.shape[1])
-                ]
-                row = f"capacity_{factor:g}_{name}_{label}"
-                rows.append(Row(row, float(np.mean(lost)), "1"))
-        yield rows

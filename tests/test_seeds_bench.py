@@ -16,7 +16,7 @@ from bench.seeds_regimes import regime_rows
 
 def test_without_traces_it_says_so_and_uses_the_example(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "OUT", tmp_path / "out")
-    seeds.main(["--traces", str(tmp_path), "craft", "lplb", "waterfill", "metro", "capacity"])
+    seeds.main(["--traces", str(tmp_path), "craft", "lplb", "waterfill", "metro"])
     said = capsys.readouterr().out
     assert f"no traces in {tmp_path}: only the example trace" in said
     rows = json.loads((tmp_path / "out" / "seeds.json").read_text())["rows"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from bench.dispatch_baselines import PathTable, apply_capacity, expert_capacity, harmoeny
+from bench.dispatch_baselines import PathTable, harmoeny
 from evenkeel_moe.dispatch import ExactSplit
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.metrics import balancedness, rank_load
@@ -74,34 +74,6 @@ def test_the_exact_split_makes_the_seventh_slot_harmless():
     placement = Placement(np.array([[0, -1, 0, 1, 0, 2, 0, 3]]), 4, 4)
     assert even_peak(placement) == 32.5
     assert ExactSplit(placement).solve(torch.from_numpy(HOT[None])).peak.tolist() == [30.0]
-
-
-def test_capacity_is_the_average_times_the_factor():
-    assert expert_capacity(1024, 2, 8, 1.25) == 320
-    assert expert_capacity(1024, 2, 8, 1.0) == 256
-    assert expert_capacity(1024, 1, 4, 1.5) == 384
-
-
-def test_drops_hit_the_hot_expert_only_and_never_grow_with_the_factor():
-    rng = np.random.default_rng(1)
-    experts = rng.permutation(np.concatenate([np.zeros(900, int), rng.integers(1, 8, 100)]))
-    served = apply_capacity(experts, 8, 300)
-    assert (served < 0).sum() == 600
-    assert (served == 0).sum() == 300
-    for cold in range(1, 8):
-        assert (served == cold).sum() == (experts == cold).sum()
-    drops = [
-        (apply_capacity(experts, 8, expert_capacity(1000, 1, 8, factor)) < 0).sum()
-        for factor in (0.0, 0.5, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
-    ]
-    assert drops[0] == 1000 and drops[-1] == 0
-    assert drops == sorted(drops, reverse=True)
-
-
-def test_spilled_tokens_go_to_their_second_choice_while_it_has_room():
-    first, second = np.array([0, 0, 0, 1]), np.array([1, 1, 2, 0])
-    assert apply_capacity(first, 3, 1, spill=second).tolist() == [0, -1, 2, 1]
-    assert apply_capacity(first, 3, 2, spill=second).tolist() == [0, 0, 2, 1]
 
 
 def test_harmoeny_balances_with_enough_fetches_and_loses_no_token():
