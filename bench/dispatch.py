@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from bench.dispatch_aware import aware_rows
-from bench.dispatch_engine import engine_rows
 from bench.dispatch_fewest import fewest_speed_rows, fewest_time_rows
 from bench.dispatch_lplb import lplb_rows
 from bench.dispatch_rules import rule_rows, rule_table
@@ -35,7 +34,6 @@ def main() -> None:
     begun = time.perf_counter()
     rows = lplb_rows() + fewest_speed_rows()
     if not chosen.quick:
-        rows += engine_rows()
         traces, ids = read_all(chosen.traces), recorded_ids(chosen.traces)
         if not traces:
             print(f"no traces in {chosen.traces}: tables left out; name a folder with --traces")

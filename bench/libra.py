@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.dispatch_engine import run_ranks
 from bench.report import Row, write_report
 from evenkeel_moe.engines.reference.config import DispatchRule, RankConfig
+from evenkeel_moe.engines.reference.fleet import run_fleet
 from evenkeel_moe.engines.reference.lines import read_lines
 from evenkeel_moe.engines.reference.parts import Span
-from evenkeel_moe.engines.reference.supervisor import Supervisor
 
 __all__ = ["main"]
 
@@ -59,8 +58,9 @@ def serve(overlap: bool) -> list[dict[str, Any]]:
             tokens_per_step=256,
             verify_every=0,
         )
-        if not run_ranks(Supervisor(config)):
-            raise SystemExit("the ranks did not finish")
+        report = run_fleet(config)
+        if not report.ok:
+            raise SystemExit(report.words)
         rows = [row for row in read_lines(Path(folder) / "rank-0.jsonl") if row["kind"] == "step"]
     return rows[WARM_UP:]
 

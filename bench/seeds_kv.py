@@ -6,7 +6,6 @@ every layer of every rank.
 """
 
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +19,12 @@ from numpy.typing import NDArray
 
 from bench.report import OUT, Row
 from evenkeel_moe.engines.reference.config import RankConfig
+from evenkeel_moe.engines.reference.fleet import run_fleet
 from evenkeel_moe.engines.reference.lines import read_lines
 from evenkeel_moe.engines.reference.model import Model
 from evenkeel_moe.engines.reference.requests import Lengths, RequestTraffic, draw_requests
 from evenkeel_moe.engines.reference.slots import PooledWeights
 from evenkeel_moe.engines.reference.state import SavedPlacement, save_placement
-from evenkeel_moe.engines.reference.supervisor import Supervisor
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.policies.craft import plan_craft
@@ -295,14 +294,8 @@ def run(config: RankConfig, placement: Placement) -> list[list[dict[str, Any]]]:
         for rank in ranks:
             saved = SavedPlacement(placement, 1, "bench")
             save_placement(asked.replace(rank=rank).state_file, saved)
-        supervisor = Supervisor(asked, max_restarts=0, start_rank=fork_rank)
-        supervisor.start()
-        try:
-            while (report := supervisor.poll()) is None:
-                time.sleep(0.05)
-        finally:
-            supervisor.stop()
-        assert report.ok, report.words
+        report = run_fleet(asked, start_rank=fork_rank)
+        assert report.ok and not report.restarts, report.words
         return [read_lines(Path(name) / f"rank-{rank}.jsonl") for rank in ranks]
 
 
