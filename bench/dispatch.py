@@ -10,7 +10,6 @@ from bench.dispatch_aware import aware_rows
 from bench.dispatch_fewest import fewest_speed_rows, fewest_time_rows
 from bench.dispatch_lplb import lplb_rows
 from bench.dispatch_rules import rule_rows, rule_table
-from bench.dispatch_tokens import accuracy_rows, recorded_ids, waterfill_rows
 from bench.dispatch_traces import read_all
 from bench.report import write_report
 
@@ -34,7 +33,7 @@ def main() -> None:
     begun = time.perf_counter()
     rows = lplb_rows() + fewest_speed_rows()
     if not chosen.quick:
-        traces, ids = read_all(chosen.traces), recorded_ids(chosen.traces)
+        traces = read_all(chosen.traces)
         if not traces:
             print(f"no traces in {chosen.traces}: tables left out; name a folder with --traces")
         else:
@@ -42,8 +41,6 @@ def main() -> None:
             def on_trace(name: str) -> None:
                 print(f"  {time.perf_counter() - begun:6.1f} s {name}", flush=True)
 
-            rows += accuracy_rows(traces, ids)
-            rows += waterfill_rows(ids)
             rows += fewest_time_rows(traces)
             rows += rule_rows(rule_table(traces, chosen.max_evaluations, on_trace))
             rows += aware_rows(traces, chosen.max_evaluations, on_trace)

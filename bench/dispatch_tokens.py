@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench.dispatch_baselines import PathTable
-from bench.dispatch_traces import RANKS, SLOTS_PER_RANK, Recorded, shared_cost
+from bench.dispatch_traces import RANKS, Recorded, shared_cost
 from bench.report import Row
 from evenkeel_moe.dispatch import (
     DispatchTables,
@@ -25,7 +25,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.eplb import rebalance_experts
 
-__all__ = ["accuracy_rows", "recorded_ids", "waterfill_rows", "waterfill_rule_rows"]
+__all__ = ["accuracy_rows", "recorded_ids", "waterfill_rule_rows"]
 
 TOKENS_PER_RANK = 256
 BATCHES = 12
@@ -44,47 +44,6 @@ def recorded_ids(folder: Path) -> dict[str, NDArray[np.int64]]:
             if "ids" in archive.files:
                 found[path.stem] = archive["ids"].astype(np.int64)
     return found
-
-
-def waterfill_rows(ids: dict[str, NDArray[np.int64]]) -> list[Row]:
-    """Run Waterfill on real tokens, with an even choice of replicas.
-
-    EPLB places the first half of each trace; the batches come from the second half.
-    """
-    rows = []
-    print(
-        f"\nshared expert, {RANKS} ranks x {TOKENS_PER_RANK} tokens:"
-        " time over fluid, share of tokens sent away"
-    )
-    for name, tokens in ids.items():
-        batches = _dispatched(tokens, _placements(tokens)["eplb_8_redundant"])
-        for mode in ("home", "visited static", "visited", "all ranks"):
-            peak = fluid = moved = fresh = total = 0.0
-            for batch in batches:
-                load = batch.landed.sum(dim=0)
-                for rank, own in enumerate(batch.slots):
-                    chosen = _shared(mode, rank, batch)
-                    load = load + torch.bincount(chosen, minlength=RANKS)
-                    away = chosen != rank
-                    moved += int(away.sum())
-                    fresh += int(
-                        (away & ~(own // SLOTS_PER_RANK == chosen[:, None]).any(dim=1)).sum()
-                    )
-                    total += len(own)
-                peak += float(load.max())
-                fluid += float(load.double().mean())
-            print(
-                f"{name:24}{mode:16} time {peak / fluid:6.3f}   away {moved / total:6.1%}"
-                f"   new journeys {fresh / total:6.1%}"
-            )
-            rows.append(
-                Row(
-                    f"waterfill_{name}_{mode.replace(' ', '_')}_time_over_fluid",
-                    peak / fluid,
-                    "ratio",
-                )
-            )
-    return rows
 
 
 def waterfill_rule_rows(ids: dict[str, NDArray[np.int64]]) -> Iterator[list[Row]]:
@@ -185,7 +144,7 @@ def _dispatched(tokens: NDArray[np.int64], placement: Placement) -> list[_Batch]
     return found
 
 
-def _shared(mode: str, rank: int, batch: _Batch, shared: Fraction = Fraction(1)) -> torch.Tensor:
+def _shared(mode: str, rank: int, batch: _Batch, shared: Fraction) -> torch.Tensor:
     """Return the (n,) rank of the shared expert of each token of a rank."""
     slots = batch.slots[rank]
     if mode == "home":

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from bench.dispatch_tokens import accuracy_rows, recorded_ids, waterfill_rule_rows
-from bench.dispatch_tokens import waterfill_rows as token_waterfill_rows
 from bench.dispatch_traces import Recorded, read_all
 from bench.report import Row, print_row, print_versions, save_rows
 from bench.seeds_dispatch import (
@@ -48,7 +47,7 @@ def sections(
         "lplb": lambda: lplb_rows(traces),
         "waterfill": lambda: chain(waterfill_rows(traces), waterfill_rule_rows(ids)),
         "metro": lambda: metro_rows(traces),
-        "tokens": lambda: [token_waterfill_rows(ids), accuracy_rows(traces, ids)],
+        "tokens": lambda: [accuracy_rows(traces, ids)],
         "kv-paper": lambda: [memory_rows()],
         "kv": kv_rows,
     }
