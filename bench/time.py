@@ -19,7 +19,6 @@ from bench.planning_walk import Case, cases, drawn, setup_of, upper95
 from bench.report import Row, save_rows, write_report
 from bench.time_models import DISPATCHES, READS, roofline
 from bench.time_plans import plan_rows
-from bench.time_slow_rank import slow_rank_rows
 from bench.time_verdict import verdict_rows
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
@@ -106,7 +105,6 @@ def main() -> None:
     parser.add_argument("--fleet", type=_fleet, action="append", metavar="RANKSxSLOTS")
     parser.add_argument("--k", type=float, action="append", help="default 0 to 4")
     parser.add_argument("--plans", action="store_true", help="only the times of planning")
-    parser.add_argument("--slow-rank", action="store_true", help="only the slow rank of the demo")
     parser.add_argument("--verdict", action="store_true", help="only the verdicts")
     parser.add_argument("--walks", action="store_true", help="only the walks and the verdicts")
     parser.add_argument("--dispatch", type=DispatchModel, action="append")
@@ -117,7 +115,7 @@ def main() -> None:
     if given.drawn:
         chosen = [case for case in drawn() if not given.names or case[0].name in given.names]
     dispatches = tuple(given.dispatch or DISPATCHES)
-    alone = given.plans or given.slow_rank or given.verdict
+    alone = given.plans or given.verdict
     parts: list[Iterable[list[Row]]] = []
     if not alone:
         parts.append(time_rows(chosen, reads, dispatches))
@@ -125,8 +123,6 @@ def main() -> None:
         parts.append([verdict_rows(chosen, reads, dispatches)])
     if given.plans or not (alone or given.walks):
         parts.append(plan_rows())
-    if given.slow_rank or not (alone or given.walks):
-        parts.append(slow_rank_rows())
     rows: list[Row] = []
     for part in chain.from_iterable(parts):
         rows += part

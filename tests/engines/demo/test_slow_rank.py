@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from bench.time_slow_rank import figures
 from evenkeel_moe.engines.demo.fleet_log import FleetLog
 from evenkeel_moe.engines.demo.options import DemoOptions
 from evenkeel_moe.engines.demo.slow_rank import CostSeen, saving, slow_rank_checks
-from evenkeel_moe.engines.demo.summary import Summary, summary_lines
 from evenkeel_moe.engines.demo.watch import Watch
 from evenkeel_moe.engines.reference.config import DispatchRule
 from evenkeel_moe.errors import InvalidInput
@@ -112,15 +110,6 @@ def test_what_chance_gives_the_slowest_rank_is_no_saving():
             row.layer_s[:] *= 1.0 + 0.1 * (row.step % 5 - 2)
     found = saving(run, plans(), 100, 200)
     assert found.measured == pytest.approx(1 - 10.64 / 11.2)
-
-
-def test_the_bench_reads_the_figures_from_the_printed_lines():
-    checks = tuple(slow_rank_checks(fleet(), plans(), COSTS, OPTIONS))
-    printed = "\n".join(summary_lines(Summary((), checks, ())))
-    assert figures(printed) == [(20, 5.0, 5.0, 40), (10, 4.8, 3.0, 40)]
-    without = tuple(slow_rank_checks(fleet(), plans()[:1], COSTS, OPTIONS))
-    with pytest.raises(ValueError, match="no plan both ways"):
-        figures("\n".join(summary_lines(Summary((), without, ()))))
 
 
 def test_two_plans_promise_what_both_save():
