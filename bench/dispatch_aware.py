@@ -13,8 +13,6 @@ from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.replay.walk import walk_forward
 
-__all__ = ["aware_rows", "bootstrap_upper"]
-
 
 def bootstrap_upper(
     ours: NDArray[np.float64], theirs: NDArray[np.float64], *, draws: int = 4000, seed: int = 0

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from evenkeel_moe.batch_split import slots_by_expert
 from evenkeel_moe.jit import kernel
 
-__all__ = ["greedy_fewest", "harmoeny", "PathTable"]
-
 
 def harmoeny(
     demand: NDArray[np.integer], hosts: NDArray[np.bool_], max_extra: int, *, threshold: int = 1

@@ -19,8 +19,6 @@ from evenkeel_moe.planning.problem.kernels import batch_split_kernel
 from evenkeel_moe.planning.problem.moe_time import replica_work
 from evenkeel_moe.planning.problem.token_split import slot_load
 
-__all__ = ["fewest_speed_rows", "fewest_time_rows"]
-
 LAYERS, EXPERTS, BENCH_RANKS, SLOTS, TOP_K = 58, 256, 32, 288, 8
 WINDOW_STEPS = 16
 READS = (0.0, 1.0, 2.0, 4.0)

@@ -16,8 +16,6 @@ from evenkeel_moe.dispatch import BatchedSplit, ExactSplit
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.eplb import rebalance_experts
 
-__all__ = ["lplb_rows"]
-
 LAYERS, EXPERTS, RANKS, SLOTS = 58, 256, 32, 288
 HIGHS_LAYERS = 12
 """Layers that HiGHS solves in each run. Ours solves all of them; both figures are per layer."""

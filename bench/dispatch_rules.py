@@ -26,8 +26,6 @@ from evenkeel_moe.planning.problem.metrics import rank_load
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.replay.walk import walk_forward
 
-__all__ = ["PLACEMENTS", "RULES", "predicted_demand", "rule_rows", "rule_table"]
-
 PLACEMENTS = ("none", "eplb", "keel")
 # "libra" is as published: Algorithms 1 and 2 as printed. "ours" (libra-refined in the engine) uses
 # all N transient experts and shards exactly; "2N" has twice as many.

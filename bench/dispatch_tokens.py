@@ -25,8 +25,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.eplb import rebalance_experts
 
-__all__ = ["accuracy_rows", "recorded_ids", "waterfill_rule_rows"]
-
 TOKENS_PER_RANK = 256
 BATCHES = 12
 _RULE_FORMS = {

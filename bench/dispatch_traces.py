@@ -11,8 +11,6 @@ from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.replay.walk import Setup
 
-__all__ = ["RANKS", "TWO_NODES", "Recorded", "read_all", "setup_of", "shared_cost"]
-
 RANKS = 8
 TWO_NODES = Topology((0, 0, 0, 0, 1, 1, 1, 1))
 """Nearest dispatch of evenly spread sources equals an even split on one node, but not on two."""

@@ -20,8 +20,6 @@ from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem.derived_cost import derived_cost
 from evenkeel_moe.wire.link import ReplicaCost
 
-__all__ = ["MODELS", "TYPES", "ModelExperts", "costs", "measured_cost"]
-
 RAW = Path(__file__).parent / "out" / "gpu_costs.json"
 
 

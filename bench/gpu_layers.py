@@ -31,9 +31,6 @@ from evenkeel_moe.planning.schedule.relabel import relabel_proposal
 from evenkeel_moe.replay.walk import Setup
 from evenkeel_moe.wire.link import ReplicaCost
 
-__all__ = ["RaggedLayer", "layer_times", "rank_tokens", "slowest_ranks"]
-
-
 RANKS, SLOTS = 8, 72
 LAYERS = (
     ("DeepSeek-V3", "fp8"),

@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Block", "merged", "read_blocks", "written"]
-
 BEGIN = "<!-- gpu-report begins: `make gpu-report` replaces the text up to its end -->"
 END = "<!-- gpu-report ends -->"
 NOTHING = "Nothing has been measured on a GPU yet."

@@ -47,8 +47,6 @@ from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.protocol.messages import Leader, Prepare
 
-__all__ = ["Sizes", "checksums", "communicator", "counts", "lplb", "profile", "streams"]
-
 _distributed: Any = torch.distributed
 TILE = 64
 

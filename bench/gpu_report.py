@@ -18,8 +18,6 @@ from bench import gpu_costs, gpu_layers, gpu_parts
 from bench.gpu_page import ON_CPU, Block, merged, read_blocks, written
 from bench.gpu_parts import Sizes
 
-__all__ = ["PARTS", "report"]
-
 ROOT = Path(__file__).parents[1]
 PAGE, ON_CPU_PAGE = ROOT / "docs" / "gpu.md", ROOT / "bench" / "out" / "gpu.md"
 

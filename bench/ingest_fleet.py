@@ -20,8 +20,6 @@ from evenkeel_moe.wire import link
 from evenkeel_moe.wire.from_rank import encode_rank_message
 from evenkeel_moe.wire.to_rank import decode_controller_message
 
-__all__ = ["BATCH", "Fleet", "Scale"]
-
 BATCH = 16
 """Steps that a message carries, unless a scale says otherwise."""
 TOKENS = 64

@@ -20,8 +20,6 @@ from evenkeel_moe.engines.reference.fleet import run_fleet
 from evenkeel_moe.engines.reference.lines import read_lines
 from evenkeel_moe.engines.reference.parts import Span
 
-__all__ = ["main"]
-
 RANKS, STEPS, WARM_UP, RUNS = 2, 60, 10, 3
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "libra-timeline.svg"
 THREADS = {

@@ -9,17 +9,6 @@ from scipy.optimize import brentq
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats import Trace
 
-__all__ = [
-    "Labels",
-    "Regime",
-    "drawn_traffic",
-    "drifted",
-    "lognormal_steps",
-    "measured_labels",
-    "regrouped",
-    "zipf_load",
-]
-
 
 def zipf_load(
     num_layers: int,

@@ -16,8 +16,6 @@ from scipy.optimize import linprog
 from bench.report import Row, print_row, print_versions, save_rows
 from evenkeel_moe.model.placement import Placement
 
-__all__ = ["SIZES", "drawn_counts", "drawn_placement", "highs_peak"]
-
 SIZES = ((8, 64, 8), (8, 64, 16), (8, 128, 64), (16, 128, 16), (16, 128, 32), (32, 256, 32),
          (64, 256, 64), (72, 296, 64))  # fmt: skip
 """Ranks, experts and redundant slots of the problems; SGLang's article has 16 ranks with 16 and 32,

@@ -7,8 +7,6 @@ from typing import Any
 
 from tests.engines.wheels import engine_root
 
-__all__ = ["VLLM_VERSION", "vllm_planner"]
-
 VLLM_VERSION = "0.33.0"
 POLICY = "vllm/distributed/eplb/policy/"
 

@@ -20,8 +20,6 @@ from evenkeel_moe.planning.policies.craft import (
     replica_benefit,
 )
 
-__all__ = ["craft_rows"]
-
 BATCHES, LAYERS, EXPERTS, RANKS, FACTOR = 3000, 58, 256, 64, 8
 SLOTS_PER_RANK = 5
 

@@ -24,8 +24,6 @@ from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule.relabel import count_moves
 
-__all__ = ["front_rows"]
-
 LAYERS, EXPERTS = 58, 256
 FRONTS = ((288, 32, (32, 40, 60, 80)), (320, 64, (64, 80)))
 """(slots, ranks, copies per layer)."""

@@ -14,8 +14,6 @@ from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.planning.policies.gem import cost_table, search_layers
 from evenkeel_moe.planning.problem.kernels import TimeTerms, rank_time, time_terms
 
-__all__ = ["gem_rows"]
-
 RESTARTS, NOISE, LEAST_DROP = 30, 0.2, 0.001
 
 

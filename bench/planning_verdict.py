@@ -38,8 +38,6 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.relabel import count_moves
 
-__all__ = ["JudgedCall", "verdict_rows"]
-
 TRACES = Path(os.environ.get("EVENKEEL_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
 POINTS = 16
 """Start points of a trace, evenly spaced; their windows overlap."""

@@ -17,10 +17,6 @@ from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.replay.planners import VERDICT, choose_planners
 from evenkeel_moe.replay.walk import Setup, Walk, walk_forward
 
-__all__ = [
-    "FLEETS", "TRACES", "WIDE_FLEETS", "Case", "cases", "drawn", "recorded", "walk_rows", "wide",
-]  # fmt: skip
-
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 EXAMPLES = Path(__file__).parents[1] / "examples" / "traces"
 FLEETS = ((8, 72), (16, 80))

@@ -32,8 +32,6 @@ from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
-__all__ = ["regret_rows"]
-
 POLICIES = ("keel", "eplb", EWMA)
 PARTS = 4
 """Parts of the steps after a change; the plan that knew is made on all but one."""

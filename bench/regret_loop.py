@@ -22,8 +22,6 @@ from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule.relabel import count_moves, relabel_proposal
 from evenkeel_moe.replay.planners import EWMA_HALF_LIFE_WINDOWS, decayed_mean
 
-__all__ = ["EWMA", "OBJECTIVE", "Course", "Pace", "run_loop"]
-
 EWMA = "ewma"
 """The baseline of `replay` behind the same gates: EPLB on a fading mean of the whole past."""
 EWMA_WINDOW_STEPS = 100

@@ -12,8 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Row", "best_of", "print_row", "print_versions", "save_rows", "write_report"]
-
 OUT = Path(__file__).parent / "out"
 
 

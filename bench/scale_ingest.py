@@ -17,8 +17,6 @@ from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.controller.ingest.group_memory import group_memory
 from tests.waiting import until
 
-__all__ = ["ingest_rows", "ratio_rows"]
-
 _PACES = {"256": 8.0, "2048": 2.0}
 """Steps a second that two shared cores take in each group."""
 

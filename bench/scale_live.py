@@ -27,8 +27,6 @@ from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.wire import link
 from tests.waiting import until
 
-__all__ = ["live_rows"]
-
 NAME = "scale"
 _TIMING = LinkTiming(connect_timeout_s=120.0, keepalive_s=600.0, keepalive_timeout_s=600.0)
 """Long enough that a starved machine cuts no stream."""

@@ -14,19 +14,6 @@ from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.model.topology import ModelShape
 from tests.integration.controller_rig import Controller
 
-__all__ = [
-    "GROUPS",
-    "LARGE",
-    "MANY",
-    "Lateness",
-    "controller_of",
-    "get_metrics",
-    "large",
-    "many",
-    "rss",
-    "valkey_in",
-]
-
 GROUPS = 10
 """Groups of `MANY` beside the one of `LARGE`."""
 _FILES = 16_384

@@ -20,8 +20,6 @@ from evenkeel_moe.telemetry.windows import StepRing
 from evenkeel_moe.v1 import agent_pb2
 from evenkeel_moe.wire.from_rank import decode_rank_message
 
-__all__ = ["receive_rows"]
-
 
 def receive_rows(rounds: int = 6) -> Iterator[list[Row]]:
     """Yield the cost of a message, of a step in it and of a count, at 16 and 64 steps."""

@@ -24,8 +24,6 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.metrics import rank_load
 from evenkeel_moe.planning.problem.token_split import SplitModel
 
-__all__ = ["libra_rows", "lplb_rows", "metro_rows", "waterfill_rows"]
-
 STEPS = 20
 """Steps sampled per trace for Libra, evenly spaced."""
 LIBRA_VARIANTS = {

@@ -23,8 +23,6 @@ from evenkeel_moe.planning.policies.gem import (
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
-__all__ = ["RESTARTS", "gem_search_rows"]
-
 RESTARTS = (1, 3, 10, 30, 100)
 """K; the paper finds that 30 suffice."""
 LATER_STEPS = 50

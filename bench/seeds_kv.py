@@ -33,8 +33,6 @@ from evenkeel_moe.planning.problem.metrics import balancedness_mean
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from tests.forked.rank import fork_rank
 
-__all__ = ["SERVED", "kv_rows", "memory_rows"]
-
 # --- the paper's models ---------------------------------------------------------------------------
 
 

@@ -27,16 +27,6 @@ from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Proposal
 from evenkeel_moe.replay.walk import Replan, Setup, Walk, walk_forward
 
-__all__ = [
-    "craft_gains",
-    "craft_rows",
-    "eplb_placement",
-    "gem_rows",
-    "gem_savings",
-    "gem_window_rows",
-    "libra_policy_rows",
-]
-
 EPLB_OVER_CRAFT = 7.25
 """Replicas of EPLB over those of CRAFT at R = 8 for DeepSeek-R1: 58 a GPU over 8."""
 CRAFT_RANKS = (8, 16)

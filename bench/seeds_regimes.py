@@ -9,8 +9,6 @@ from bench.loads import Regime, drawn_traffic
 from bench.report import Row
 from bench.seeds_placement import craft_gains, gem_savings
 
-__all__ = ["regime_rows"]
-
 SKEWS = (2.0, 5.0, 10.0)
 """A quarter of the layers has this value; the others have 2."""
 TEMPORAL = (0, 3, 8)

@@ -27,8 +27,6 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.replay.planners import choose_planners
 from evenkeel_moe.replay.walk import Setup, Walk, walk_forward
 
-__all__ = ["time_rows"]
-
 RIVALS = tuple(name for name in POLICIES if name != "keel")
 """Policies whose placements follow from tokens or activations alone."""
 

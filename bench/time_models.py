@@ -4,8 +4,6 @@ from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.problem.objective import Objective
 
-__all__ = ["DISPATCHES", "READS", "roofline"]
-
 READS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 DISPATCHES = (DispatchModel.EVEN, DispatchModel.WATERFILL, DispatchModel.FEWEST)
 

@@ -20,8 +20,6 @@ from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 
-__all__ = ["plan_rows"]
-
 V3 = ModelShape(58, 256, 32, 9, 8, 1)
 K3 = ModelShape(92, 896, 64, 15, 16, 1)
 REPEATS = 3

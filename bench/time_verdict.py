@@ -33,8 +33,6 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.relabel import count_moves
 
-__all__ = ["verdict_rows"]
-
 POLICIES = ("eplb", "keel")
 POINTS = 4
 """Plans of a trace, policy and cost model, at evenly spaced steps."""
