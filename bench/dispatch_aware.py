@@ -1,12 +1,11 @@
 """Measures the gain from planning for the dispatch rule in use instead of for an even split."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.dispatch_traces import Recorded, setup_of
+from bench.planning_walk import upper95
 from bench.report import Row
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
@@ -14,18 +13,7 @@ from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.replay.walk import walk_forward
 
 
-def bootstrap_upper(
-    ours: NDArray[np.float64], theirs: NDArray[np.float64], *, draws: int = 4000, seed: int = 0
-) -> float:
-    """Return the 95 % upper bound of sum(ours) / sum(theirs) over paired blocks; both (n,)."""
-    rng = np.random.default_rng(seed)
-    pick = rng.integers(0, len(ours), (draws, len(ours)))
-    return float(np.quantile(ours[pick].sum(axis=1) / theirs[pick].sum(axis=1), 0.95))
-
-
-def aware_rows(
-    traces: list[Recorded], max_evaluations: int, on_trace: Callable[[str], None]
-) -> list[Row]:
+def aware_rows(traces: list[Recorded]) -> list[Row]:
     """Compare keel planned for NEAREST and for OPTIMAL with keel planned for EVEN.
 
     Both placements are dispatched by the rule under test. A block is the horizon of one plan. Its
@@ -36,8 +24,7 @@ def aware_rows(
         aware_all, even_all, worst = [], [], 0.0
         print(f"\nplanned for {dispatch.value} over planned for even, under {dispatch.value}")
         for trace in traces:
-            on_trace(trace.name)
-            setup = setup_of(trace, dispatch, max_evaluations)
+            setup = setup_of(trace, dispatch)
             aware = walk_forward("aware", lambda replan: plan_keel(replan.problem), setup)
             even = walk_forward(
                 "even",
@@ -58,7 +45,7 @@ def aware_rows(
         ours, theirs = np.concatenate(aware_all), np.concatenate(even_all)
         rows += [
             Row(f"keel_for_{dispatch.value}_ratio", float(ours.sum() / theirs.sum()), "ratio"),
-            Row(f"keel_for_{dispatch.value}_upper95", bootstrap_upper(ours, theirs), "ratio"),
+            Row(f"keel_for_{dispatch.value}_upper95", upper95(ours, theirs), "ratio"),
             Row(f"keel_for_{dispatch.value}_worst_trace", worst, "ratio"),
         ]
     return rows

@@ -7,13 +7,12 @@ import torch
 from numpy.typing import NDArray
 
 from bench.dispatch_baselines import greedy_fewest
-from bench.dispatch_traces import RANKS, SLOTS_PER_RANK, Recorded
+from bench.dispatch_traces import RANKS, SLOTS_PER_RANK, Recorded, eplb_placement
 from bench.loads import drifted, lognormal_steps
 from bench.report import Row, best_of
 from evenkeel_moe.dispatch import ExactSplit, FewestReplicas
 from evenkeel_moe.model.cost import ReplicaWork
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.eplb import rebalance_experts
 from evenkeel_moe.planning.problem.kernels import batch_split_kernel
 from evenkeel_moe.planning.problem.moe_time import replica_work
@@ -100,18 +99,7 @@ def fewest_time_rows(traces: list[Recorded]) -> list[Row]:
 
 def _scores(trace: Recorded) -> dict[tuple[str, float], float]:
     window, _ = trace.window
-    _, layers, experts = trace.load.shape
-    rows = rebalance_experts(
-        trace.load[:window].sum(axis=0),
-        RANKS * SLOTS_PER_RANK,
-        1,
-        1,
-        RANKS,
-        allow_duplicates=False,
-    )
-    eplb = Placement(rows, RANKS, experts)
-    shape = ModelShape(layers, experts, RANKS, -(-experts // RANKS), trace.top_k, 1)
-    linear = Placement.initial(shape)
+    eplb = eplb_placement(trace.load[:window], RANKS, SLOTS_PER_RANK)
     steps = np.unique(np.linspace(window, len(trace.load) - 1, STEPS).astype(int))
     load = trace.load[steps].astype(np.float64)
     per_slot = {
@@ -119,7 +107,7 @@ def _scores(trace: Recorded) -> dict[tuple[str, float], float]:
         "lplb": _lplb_slots(trace.load[steps], eplb),
         "fewest": batch_split_kernel(load, eplb.phy2log.copy(), RANKS, True),
     }
-    plain = slot_load(load, linear)
+    plain = slot_load(load, trace.in_order)
     out = {}
     for read in READS:
         work = ReplicaWork(read_tokens=read * float(load.mean()))

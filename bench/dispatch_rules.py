@@ -1,6 +1,5 @@
 """Scores every dispatch rule on every placement, step by step over recorded traffic."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from evenkeel_moe.dispatch import (
 )
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.metrics import rank_load
@@ -109,24 +107,15 @@ class Solvers(NamedTuple):
 Tallies = dict[tuple[str, str], Tally]
 
 
-def rule_table(
-    traces: list[Recorded], max_evaluations: int, on_trace: Callable[[str], None]
-) -> dict[str, Tallies]:
-    """Return, for each trace, the tally of every (placement, rule)."""
-    return {trace.name: _tallies(trace, max_evaluations, on_trace) for trace in traces}
-
-
-def _tallies(trace: Recorded, max_evaluations: int, on_trace: Callable[[str], None]) -> Tallies:
-    on_trace(trace.name)
-    setup = setup_of(trace, DispatchModel.EVEN, max_evaluations)
+def _tallies(trace: Recorded) -> Tallies:
+    """Return the tally of every (placement, rule) on a trace."""
+    print(f"  {trace.name}", flush=True)
+    setup = setup_of(trace, DispatchModel.EVEN)
     walks = {
         "eplb": walk_forward("eplb", lambda replan: plan_eplb(replan.problem), setup),
         "keel": walk_forward("keel", lambda replan: plan_keel(replan.problem), setup),
     }
-    _, layers, experts = trace.load.shape
-    bare = Placement.initial(
-        ModelShape(layers, experts, RANKS, -(-experts // RANKS), trace.top_k, 1)
-    )
+    bare, layers = trace.in_order, trace.load.shape[1]
     first, horizon = int(walks["keel"].steps[0]), setup.horizon_steps
     last = int(walks["keel"].steps[-1]) + horizon
     out: Tallies = {(placement, rule): Tally() for placement in PLACEMENTS for rule in RULES}
@@ -191,9 +180,9 @@ def predicted_demand(trace: Recorded, step: int, layer: int) -> NDArray[np.float
     return trace.source[step - 1, :, layer].astype(np.float64)
 
 
-def rule_rows(table: dict[str, Tallies]) -> list[Row]:
+def rule_rows(traces: list[Recorded]) -> list[Row]:
     """Return means over traces, all with the same weight, and print them as a table."""
-    rows = []
+    rows, table = [], [_tallies(trace) for trace in traces]
     print(
         f"\nmean over {len(table)} traces, {RANKS} ranks;"
         " time is over the fluid bound of the same work"
@@ -204,7 +193,7 @@ def rule_rows(table: dict[str, Tallies]) -> list[Row]:
     )
     for placement in PLACEMENTS:
         for rule in RULES:
-            tallies = [row[placement, rule] for row in table.values()]
+            tallies = [row[placement, rule] for row in table]
             balance = float(np.mean([t.balance / t.cells for t in tallies]))
             time = float(np.mean([t.peak / t.fluid for t in tallies]))
             home = float(np.mean([t.shared_home_peak / t.shared_fluid for t in tallies]))

@@ -1,5 +1,6 @@
 """Recorded traffic for the dispatch bench: loads, source ranks, lookahead predictions."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,10 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.planning.policies.eplb import rebalance_experts
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.replay.walk import Setup
 
+TRACES = Path(os.environ.get("EVENKEEL_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
+EXAMPLES = Path(__file__).parents[1] / "examples" / "traces"
 RANKS = 8
 TWO_NODES = Topology((0, 0, 0, 0, 1, 1, 1, 1))
 """Nearest dispatch of evenly spread sources equals an even split on one node, but not on two."""
@@ -43,6 +48,16 @@ class Recorded:
             if (len(self.load) - window) // horizon >= 4:
                 return window, horizon
         raise ValueError(f"{self.name} has {len(self.load)} steps, too few to plan on")
+
+    def shape(self, slots_per_rank: int = SLOTS_PER_RANK) -> ModelShape:
+        """Return the shape of the trace's layers on 8 ranks."""
+        _, layers, experts = self.load.shape
+        return ModelShape(layers, experts, RANKS, slots_per_rank, self.top_k, 1)
+
+    @property
+    def in_order(self) -> Placement:
+        """One copy of each expert, placed in order."""
+        return Placement.initial(self.shape(-(-self.load.shape[2] // RANKS)))
 
 
 def read_all(folder: Path) -> list[Recorded]:
@@ -77,17 +92,23 @@ def shared_cost(name: str) -> int:
     return 2 if name.startswith("dsv2lite") else 1
 
 
-def setup_of(trace: Recorded, dispatch: DispatchModel, max_evaluations: int) -> Setup:
+def eplb_placement(load: NDArray[np.generic], ranks: int, slots_per_rank: int) -> Placement:
+    """Return EPLB's placement, planned on a (T, L, E) load."""
+    total = np.asarray(load, np.float64).sum(axis=0)
+    rows = rebalance_experts(total, ranks * slots_per_rank, 1, 1, ranks, allow_duplicates=False)
+    return Placement(rows, ranks, load.shape[2])
+
+
+def setup_of(trace: Recorded, dispatch: DispatchModel) -> Setup:
     """Return the trace on 8 ranks with 72 slots per layer; on two nodes if the rule uses nodes."""
-    _, layers, experts = trace.load.shape
     window, horizon = trace.window
     return Setup(
         load=trace.load.astype(np.float64),
-        shape=ModelShape(layers, experts, RANKS, SLOTS_PER_RANK, trace.top_k, 1),
+        shape=trace.shape(),
         topology=TWO_NODES if dispatch is DispatchModel.NEAREST else Topology.single_node(RANKS),
         window_steps=window,
         horizon_steps=horizon,
         source=trace.source.astype(np.float64),
         objective=Objective(dispatch=dispatch),
-        max_evaluations=max_evaluations,
+        max_evaluations=2_000_000,
     )

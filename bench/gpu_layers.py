@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bench.dispatch_traces import EXAMPLES
 from bench.gpu_costs import MODELS, TYPES, measured_cost
 from bench.gpu_parts import Sizes
-from bench.planning_walk import EXAMPLES, setup_of
+from bench.planning_walk import setup_of
 from evenkeel_moe.agent.profile.expert_layer import (
     ExpertShape,
     Graphs,

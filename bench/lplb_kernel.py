@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from bench.report import Row, print_row, print_versions, save_rows
+from bench.report import Row, write_report
 from evenkeel_moe.model.placement import Placement
 
 SIZES = ((8, 64, 8), (8, 64, 16), (8, 128, 64), (16, 128, 16), (16, 128, 32), (32, 256, 32),
@@ -81,7 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from evenkeel_moe.dispatch.lplb_kernel import KernelSplit
 
     torch.set_num_threads(1)
-    print_versions(("triton", "scipy", "torch"))
     rng = np.random.default_rng(chosen.seed)
     worst: dict[str, list[float]] = {}
     begun = time.perf_counter()
@@ -103,9 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     ]
     rows.append(Row("lplb_kernel_seconds", time.perf_counter() - begun, "s"))
-    for row in rows:
-        print_row(row)
-    save_rows("lplb_kernel", rows)
+    write_report("lplb_kernel", rows, ("triton", "scipy", "torch"))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Planner speed and quality against other planners: python -m bench.planning [SECTION ...]."""
 
-import argparse
 import subprocess
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -17,7 +15,7 @@ from bench.planning_front import front_rows
 from bench.planning_gem import gem_rows
 from bench.planning_verdict import verdict_rows
 from bench.planning_walk import FLEETS, cases, walk_rows
-from bench.report import Row, best_of, print_row, print_versions, save_rows
+from bench.report import Row, best_of, run_sections
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.policies.eplb import rebalance_experts
 from evenkeel_moe.planning.policies.registry import warm_kernels
@@ -84,27 +82,11 @@ def sections() -> dict[str, Callable[[], Iterable[list[Row]]]]:
 
 
 def main() -> None:
-    """Run every section, or those named. The report is saved after each part of a section."""
-    known = sections()
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument(
-        "names", nargs="*", metavar="SECTION", help=f"of {', '.join(known)}; default all"
-    )
-    names = parser.parse_args().names or list(known)
+    """Run every section, or those named."""
     torch.set_num_threads(1)
-    begun = time.perf_counter()
     warm_kernels()
     print(f"vllm {VLLM_VERSION} (policy files of the wheel)")
-    print_versions(("numpy", "numba", "torch"))
-    rows: list[Row] = []
-    for name in names:
-        print(f"# {name}, after {time.perf_counter() - begun:.0f} s", flush=True)
-        for part in known[name]():
-            rows += part
-            for row in part:
-                print_row(row)
-            save_rows("planning", rows)
-    print(f"{len(rows)} rows in {time.perf_counter() - begun:.0f} s")
+    run_sections("planning", sections(), ("numpy", "numba", "torch"))
 
 
 if __name__ == "__main__":

@@ -12,18 +12,17 @@ copies over a lifetime. Every other trace, by name, belongs to the checking half
 on one half and checked on the other. Points without a plan to judge are counted separately.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from bench.dispatch_traces import RANKS, SLOTS_PER_RANK, Recorded, read_all
+from bench.dispatch_traces import RANKS, TRACES, Recorded, read_all
 from bench.report import Row, write_report
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import Mode
-from evenkeel_moe.model.topology import ModelShape, Topology
+from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.decision.cycle import (
     CycleInputs,
     change_of,
@@ -38,7 +37,6 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.schedule.relabel import count_moves
 
-TRACES = Path(os.environ.get("EVENKEEL_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
 POINTS = 16
 """Start points of a trace, evenly spaced; their windows overlap."""
 WINDOW = {"prefill": 96, "decode": 144}
@@ -78,7 +76,7 @@ class Point(JudgedCall):
 def _inputs(trace: Recorded, current: Placement, first: int, last: int) -> CycleInputs:
     return CycleInputs(
         load=trace.load[first:last].astype(np.uint32),
-        shape=_shape(trace),
+        shape=trace.shape(),
         topology=Topology.single_node(RANKS),
         current=current,
         policy="keel",
@@ -117,7 +115,7 @@ def points_of(trace: Recorded, *, checking: bool) -> Iterator[Point]:
     steps = len(trace.load)
     window = min(WINDOW["prefill" if "prefill" in trace.name else "decode"], steps // 2)
     later = held_out_steps(window, int(GateSettings().min_held_out_steps))
-    initial = followed = Placement.initial(_shape(trace))
+    initial = followed = Placement.initial(trace.shape())
     for index, last in enumerate(
         np.unique(np.linspace(window, steps - later, POINTS).astype(int)).tolist()
     ):
@@ -130,11 +128,6 @@ def points_of(trace: Recorded, *, checking: bool) -> Iterator[Point]:
             continue
         point, followed = _judge(trace, followed, first, last, checking=checking, followed=True)
         yield point
-
-
-def _shape(trace: Recorded) -> ModelShape:
-    _, layers, experts = trace.load.shape
-    return ModelShape(layers, experts, RANKS, SLOTS_PER_RANK, trace.top_k, 1)
 
 
 def _shares(name: str, points: list[Point]) -> list[Row]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.dispatch_traces import EXAMPLES, TRACES
 from bench.loads import Regime, drawn_traffic, regrouped
 from bench.report import Row, write_report
 from evenkeel_moe.formats import Trace, read_trace
@@ -17,8 +18,6 @@ from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.replay.planners import VERDICT, choose_planners
 from evenkeel_moe.replay.walk import Setup, Walk, walk_forward
 
-TRACES = Path(__file__).parents[2] / "shared" / "traces"
-EXAMPLES = Path(__file__).parents[1] / "examples" / "traces"
 FLEETS = ((8, 72), (16, 80))
 """(ranks, slots of a layer); the names of the other fleets' rows have the size appended."""
 WIDE_FLEETS = ((32, 288), (32, 320))

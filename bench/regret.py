@@ -13,7 +13,6 @@ end of that traffic count: a lower bound.
 """
 
 import argparse
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.planning_verdict import TRACES
+from bench.dispatch_traces import TRACES
 from bench.planning_walk import FLEETS
 from bench.regret_loop import EWMA, OBJECTIVE, Course, Pace, run_loop
-from bench.report import Row, print_row, save_rows
+from bench.report import Row, print_parts
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.keel.policy import plan_keel
@@ -235,14 +234,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="CASE")
     names = parser.parse_args().names
     warm_kernels()
-    begun = time.perf_counter()
-    rows: list[Row] = []
-    for part in regret_rows(names):
-        rows += part
-        for row in part:
-            print_row(row)
-        save_rows("regret", rows)
-    print(f"{len(rows)} rows in {time.perf_counter() - begun:.0f} s")
+    print_parts("regret", regret_rows(names))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ The ratios are the results: the contenders run in turn in the same process, with
 and the best run of each counts. Seconds are printed for information only.
 """
 
+import argparse
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -50,11 +51,54 @@ def _machine() -> str:
 def write_report(bench: str, rows: list[Row], packages: tuple[str, ...] = ()) -> Path:
     """Print the rows and the versions behind them, and write bench/out/BENCH.json."""
     print_versions(packages)
-    for row in rows:
-        print_row(row)
-    path = save_rows(bench, rows)
+    print_parts(bench, [rows])
+    path = OUT / f"{bench}.json"
     print(f"wrote {path}")
     return path
+
+
+def run_sections(
+    bench: str,
+    sections: Mapping[str, Callable[[], Iterable[list[Row]]]],
+    packages: tuple[str, ...],
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Run all sections of a bench, or those that its command names.
+
+    Args:
+        bench: the name of the report.
+        sections: each yields its rows in parts.
+        packages: that the figures depend on.
+        arguments: of the command; None takes those of this process.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{bench}")
+    names = f"of {', '.join(sections)}; default all"
+    parser.add_argument("names", nargs="*", metavar="SECTION", help=names)
+    chosen = parser.parse_args(arguments).names or list(sections)
+    unknown = [name for name in chosen if name not in sections]
+    if unknown:
+        parser.error(f"unknown sections {', '.join(unknown)}; known: {', '.join(sections)}")
+    print_versions(packages)
+    begun = time.perf_counter()
+
+    def parts() -> Iterator[list[Row]]:
+        for name in chosen:
+            print(f"# {name}, after {time.perf_counter() - begun:.0f} s", flush=True)
+            yield from sections[name]()
+
+    print_parts(bench, parts())
+
+
+def print_parts(bench: str, parts: Iterable[list[Row]]) -> None:
+    """Print the rows of each part as it comes, and save the report of all parts so far."""
+    rows: list[Row] = []
+    begun = time.perf_counter()
+    for part in parts:
+        rows += part
+        for row in part:
+            print_row(row)
+        save_rows(bench, rows)
+    print(f"{len(rows)} rows in {time.perf_counter() - begun:.0f} s")
 
 
 def print_versions(packages: tuple[str, ...]) -> None:

@@ -3,8 +3,6 @@
 docs/seeds.md sets the rows beside what the papers say: python -m bench.seeds [SECTION ...].
 """
 
-import argparse
-import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -14,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from bench.dispatch_tokens import accuracy_rows, recorded_ids, waterfill_rule_rows
-from bench.dispatch_traces import Recorded, read_all
-from bench.report import Row, print_row, print_versions, save_rows
+from bench.dispatch_traces import EXAMPLES, TRACES, Recorded, read_all
+from bench.report import Row, run_sections
 from bench.seeds_dispatch import (
     libra_rows,
     lplb_rows,
@@ -27,9 +25,6 @@ from bench.seeds_kv import kv_rows, memory_rows
 from bench.seeds_placement import craft_rows, gem_rows, gem_window_rows, libra_policy_rows
 from bench.seeds_regimes import regime_rows
 from evenkeel_moe.planning.policies.registry import warm_kernels
-
-TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "traces"
 
 
 def sections(
@@ -60,36 +55,17 @@ def read_traces(folder: Path) -> tuple[list[Recorded], dict[str, NDArray[np.int6
         return traces, recorded_ids(folder)
     print(
         f"no traces in {folder}: only the example trace of the repository is used, which has"
-        " neither source ranks, predictions nor token ids. Name another folder with --traces"
+        " neither source ranks, predictions nor token ids. Name another folder in EVENKEEL_TRACES"
     )
     return read_all(EXAMPLES), {}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run every section, or those named. The report is saved after each part of a section."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("names", nargs="*", metavar="SECTION", help="default all")
-    parser.add_argument(
-        "--traces", type=Path, default=TRACES, help="folder of recorded .npz traces"
-    )
-    chosen = parser.parse_args(arguments)
-    known = sections(*read_traces(chosen.traces))
-    unknown = [name for name in chosen.names if name not in known]
-    if unknown:
-        parser.error(f"unknown sections {', '.join(unknown)}; known: {', '.join(known)}")
+    """Run every section, or those named."""
     torch.set_num_threads(1)
-    begun = time.perf_counter()
     warm_kernels()
-    print_versions(("numpy", "numba", "torch"))
-    rows: list[Row] = []
-    for name in chosen.names or known:
-        print(f"# {name}, after {time.perf_counter() - begun:.0f} s", flush=True)
-        for part in known[name]():
-            rows += part
-            for row in part:
-                print_row(row)
-            save_rows("seeds", rows)
-    print(f"{len(rows)} rows in {time.perf_counter() - begun:.0f} s")
+    known = sections(*read_traces(TRACES))
+    run_sections("seeds", known, ("numpy", "numba", "torch"), arguments)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from bench.dispatch_rules import predicted_demand
-from bench.dispatch_traces import RANKS, Recorded
+from bench.dispatch_traces import RANKS, Recorded, eplb_placement
 from bench.report import Row
-from bench.seeds_placement import eplb_placement
 from evenkeel_moe.dispatch import (
     FewestReplicas,
     LibraVariant,
@@ -19,7 +18,6 @@ from evenkeel_moe.dispatch import (
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.metrics import rank_load
 from evenkeel_moe.planning.problem.token_split import SplitModel
@@ -50,13 +48,6 @@ REDUNDANT = (0, 8, 16, 32)
 """Redundant slots for 64 experts."""
 BOUND_BY_READING = (0.5, 1.0, 2.0, 4.0)
 """k: reading the weights of an expert takes as long as computing k times its mean tokens."""
-
-
-def _initial(trace: Recorded) -> Placement:
-    _, layers, experts = trace.load.shape
-    return Placement.initial(
-        ModelShape(layers, experts, RANKS, -(-experts // RANKS), trace.top_k, 1)
-    )
 
 
 def _spread(name: str, values: list[float], unit: str = "1") -> list[Row]:
@@ -104,7 +95,7 @@ def layer_ms(ms: Mapping[str, float]) -> float:
 def _libra_means(trace: Recorded) -> dict[str, float]:
     """Return the mean imbalance of each variant, and its MoE time over that without Libra."""
     steps, layers, _ = trace.load.shape
-    placement = _initial(trace)
+    placement = trace.in_order
     residents = [placement.held(layer) for layer in range(layers)]
     before: list[NDArray[np.int64]] = []
     after: dict[str, list[NDArray[np.int64]]] = {}
@@ -174,7 +165,7 @@ def waterfill_rows(traces: list[Recorded]) -> Iterator[list[Row]]:
         half, experts = len(trace.load) // 2, trace.load.shape[2]
         later = trace.load[half:].astype(np.float64)
         source = trace.source[half:].sum(axis=3).transpose(0, 2, 1).astype(np.float64)
-        placements = {"no_eplb": _initial(trace)}
+        placements = {"no_eplb": trace.in_order}
         for redundant in (0, 8, 16):
             placements[f"eplb_{redundant}_redundant"] = eplb_placement(
                 trace.load[:half], RANKS, (experts + redundant) // RANKS
@@ -221,7 +212,7 @@ def _metro_savings(trace: Recorded, redundant: int) -> dict[str, float]:
     for k in BOUND_BY_READING:
         cost = CostModel(replica=ReplicaWork(read_tokens=k * mean))
         even, metro = _slot_time(routed, cost), _slot_time(fewest, cost)
-        linear = moe_time.predicted_time(later.astype(np.float64), _initial(trace), cost)
+        linear = moe_time.predicted_time(later.astype(np.float64), trace.in_order, cost)
         found |= {
             f"k{k:g}_saved_over_eplb": 1.0 - metro / even,
             f"k{k:g}_saved_over_linear": 1.0 - metro / linear,

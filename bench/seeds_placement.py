@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.dispatch_traces import RANKS, Recorded, setup_of
+from bench.dispatch_traces import RANKS, Recorded, eplb_placement, setup_of
 from bench.gem_setups import gem_setup
 from bench.report import Row
 from evenkeel_moe.model.cost import CostModel
@@ -19,7 +19,7 @@ from evenkeel_moe.planning.policies.craft import (
     place_replicas,
     replica_benefit,
 )
-from evenkeel_moe.planning.policies.eplb import plan_eplb, rebalance_experts
+from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.gem import plan_gem
 from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem.metrics import balancedness_mean, rank_load
@@ -40,13 +40,6 @@ WINDOWS = (1, 4, 16, 64, 256)
 SETUPS = ("high", "moderate", "low")
 LIBRA_SLOTS = (9, 12)
 """Slots per rank and layer for 8 homes: one copy, and the half that Libra's evaluation allows."""
-
-
-def eplb_placement(load: NDArray[np.generic], ranks: int, slots_per_rank: int) -> Placement:
-    """Return EPLB's placement, planned on a (T, L, E) load."""
-    total = np.asarray(load, np.float64).sum(axis=0)
-    rows = rebalance_experts(total, ranks * slots_per_rank, 1, 1, ranks, allow_duplicates=False)
-    return Placement(rows, ranks, load.shape[2])
 
 
 def craft_rows(traces: list[Recorded]) -> Iterator[list[Row]]:
@@ -232,7 +225,7 @@ def libra_policy_rows(traces: list[Recorded]) -> Iterator[list[Row]]:
     for per_rank in LIBRA_SLOTS:
         found: dict[str, list[float]] = {}
         for trace in traces:
-            setup = setup_of(trace, DispatchModel.NEAREST, 2_000_000)
+            setup = setup_of(trace, DispatchModel.NEAREST)
             setup = replace(setup, shape=replace(setup.shape, slots_per_rank=per_rank))
             for policy in ("eplb", "libra"):
                 walk = _walk(policy, POLICIES[policy], setup)

@@ -16,7 +16,8 @@ from bench.seeds_regimes import regime_rows
 
 def test_without_traces_it_says_so_and_uses_the_example(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "OUT", tmp_path / "out")
-    seeds.main(["--traces", str(tmp_path), "craft", "lplb", "waterfill", "metro"])
+    monkeypatch.setattr(seeds, "TRACES", tmp_path)
+    seeds.main(["craft", "lplb", "waterfill", "metro"])
     said = capsys.readouterr().out
     assert f"no traces in {tmp_path}: only the example trace" in said
     rows = json.loads((tmp_path / "out" / "seeds.json").read_text())["rows"]
@@ -97,7 +98,8 @@ def test_fewer_replicas_leave_more_kv_cache_and_serve_more_requests_at_once(monk
     assert "EPLB" in (tmp_path / "goodput.svg").read_text()
 
 
-def test_an_unknown_section_is_refused_with_those_that_exist(tmp_path, capsys):
+def test_an_unknown_section_is_refused_with_those_that_exist(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(seeds, "TRACES", tmp_path)
     with pytest.raises(SystemExit):
-        seeds.main(["--traces", str(tmp_path), "nosuch"])
+        seeds.main(["nosuch"])
     assert "unknown sections nosuch; known: craft, gem" in capsys.readouterr().err
