@@ -1,6 +1,5 @@
 """Walk-forward on recorded routing: policies plan on the past and are scored on the next steps."""
 
-import argparse
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -11,10 +10,9 @@ from numpy.typing import NDArray
 
 from bench.dispatch_traces import EXAMPLES, TRACES
 from bench.loads import Regime, drawn_traffic, regrouped
-from bench.report import Row, write_report
+from bench.report import Row
 from evenkeel_moe.formats import Trace, read_trace
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.replay.planners import VERDICT, choose_planners
 from evenkeel_moe.replay.walk import Setup, Walk, walk_forward
 
@@ -177,30 +175,3 @@ def walk_rows(chosen: list[Case]) -> Iterator[list[Row]]:
             flush=True,
         )
         yield _rows(name, walks, trace.num_layers)
-
-
-def _fleet(text: str) -> tuple[int, int]:
-    ranks, slots = text.split("x")
-    return int(ranks), int(slots)
-
-
-def main() -> None:
-    """Run some traces or other fleets: python -m bench.planning_walk [--fleet 8x80 ...] NAME ..."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("names", nargs="*", help="traces; default all")
-    parser.add_argument(
-        "--fleet",
-        type=_fleet,
-        action="append",
-        metavar="RANKSxSLOTS",
-        help="default 8x72 and 16x80, which keel's constants were chosen on, and 32x288 and 32x320"
-        " for 256 experts",
-    )
-    given = parser.parse_args()
-    warm_kernels()
-    chosen = cases(given.names, given.fleet)
-    write_report("planning_walk", [row for part in walk_rows(chosen) for row in part])
-
-
-if __name__ == "__main__":
-    main()

@@ -8,16 +8,14 @@ work of one shared expert. `linear` has no replicas, `initial` is the placement 
 with.
 """
 
-import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
 from bench.planning_walk import Case, cases, drawn, setup_of, upper95
-from bench.report import Row, save_rows, write_report
-from bench.time_models import DISPATCHES, READS, roofline
+from bench.report import Row, print_parts
+from bench.time_models import DISPATCHES, READS, parser_of, roofline
 from bench.time_plans import plan_rows
 from bench.time_verdict import verdict_rows
 from evenkeel_moe.model.dispatch_model import DispatchModel
@@ -90,42 +88,23 @@ def time_rows(
         yield rows
 
 
-def _fleet(text: str) -> tuple[int, int]:
-    ranks, slots = text.split("x")
-    return int(ranks), int(slots)
-
-
 def main() -> None:
-    """Run all traces, or those that are named."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("names", nargs="*", help="traces; default all")
+    """Run all traces, or those that are named, and the sections that are asked for."""
+    parser = parser_of(str(main.__doc__))
     parser.add_argument("--drawn", action="store_true", help="drawn traffic, in place of traces")
-    parser.add_argument("--fleet", type=_fleet, action="append", metavar="RANKSxSLOTS")
-    parser.add_argument("--k", type=float, action="append", help="default 0 to 4")
-    parser.add_argument("--plans", action="store_true", help="only the times of planning")
-    parser.add_argument("--verdict", action="store_true", help="only the verdicts")
-    parser.add_argument("--walks", action="store_true", help="only the walks and the verdicts")
-    parser.add_argument("--dispatch", type=DispatchModel, action="append")
-    parser.add_argument("--out", default="time", help="name of the report in bench/out")
+    parser.add_argument("--only", action="append", choices=("walks", "verdict", "plans"))
     given = parser.parse_args()
     warm_kernels()
     chosen, reads = cases(given.names, given.fleet), tuple(given.k or READS)
     if given.drawn:
         chosen = [case for case in drawn() if not given.names or case[0].name in given.names]
     dispatches = tuple(given.dispatch or DISPATCHES)
-    alone = given.plans or given.verdict
-    parts: list[Iterable[list[Row]]] = []
-    if not alone:
-        parts.append(time_rows(chosen, reads, dispatches))
-    if given.verdict or not alone:
-        parts.append([verdict_rows(chosen, reads, dispatches)])
-    if given.plans or not (alone or given.walks):
-        parts.append(plan_rows())
-    rows: list[Row] = []
-    for part in chain.from_iterable(parts):
-        rows += part
-        save_rows(given.out, rows)
-    write_report(given.out, rows)
+    sections: dict[str, Callable[[], Iterable[list[Row]]]] = {
+        "walks": lambda: time_rows(chosen, reads, dispatches),
+        "verdict": lambda: [verdict_rows(chosen, reads, dispatches)],
+        "plans": plan_rows,
+    }
+    print_parts("time", (rows for name in given.only or sections for rows in sections[name]()))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.planning_walk import cases, setup_of
-from bench.time_models import READS, roofline
+from bench.time_models import READS, parser_of, roofline
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.topology import Topology
@@ -94,19 +94,10 @@ def table(rows: dict[str, Any], saved: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _fleet(text: str) -> tuple[int, int]:
-    ranks, slots = text.split("x")
-    return int(ranks), int(slots)
-
-
 def main() -> None:
     """Walk all traces, or those that are named."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("names", nargs="*", help="traces; default all")
+    parser = parser_of(str(__doc__).splitlines()[0])
     parser.add_argument("--policy", default="keel")
-    parser.add_argument("--fleet", type=_fleet, action="append", metavar="RANKSxSLOTS")
-    parser.add_argument("--k", type=float, action="append", help="default 0 to 4")
-    parser.add_argument("--dispatch", type=DispatchModel, action="append", help="default all")
     parser.add_argument("--save", type=Path, help="file for the figures of the rows")
     parser.add_argument("--against", type=Path, help="file of saved rows to compare with")
     given = parser.parse_args()
