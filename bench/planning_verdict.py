@@ -13,16 +13,17 @@ on one half and checked on the other. Points without a plan to judge are counted
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bench.dispatch_traces import RANKS, TRACES, Recorded, read_all
+from bench.dispatch_traces import TRACES, Recorded, read_all
 from bench.report import Row, write_report
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.policy import Mode
-from evenkeel_moe.model.topology import Topology
+from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.decision.cycle import (
     CycleInputs,
     change_of,
@@ -31,7 +32,7 @@ from evenkeel_moe.planning.decision.cycle import (
     split_window,
 )
 from evenkeel_moe.planning.decision.gates import GateSettings
-from evenkeel_moe.planning.decision.verdict import Call, held_out_steps
+from evenkeel_moe.planning.decision.verdict import Call, Verdict, held_out_steps
 from evenkeel_moe.planning.policies.registry import warm_kernels
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
@@ -73,60 +74,87 @@ class Point(JudgedCall):
     """True if earlier verdicts led to the current placement; False if it is the initial one."""
 
 
-def _inputs(trace: Recorded, current: Placement, first: int, last: int) -> CycleInputs:
-    return CycleInputs(
-        load=trace.load[first:last].astype(np.uint32),
-        shape=trace.shape(),
-        topology=Topology.single_node(RANKS),
+def windows_of(name: str, steps: int, points: int) -> list[slice]:
+    """Return the windows of a trace, evenly spaced; steps to score on follow each."""
+    window = min(WINDOW["prefill" if "prefill" in name else "decode"], steps // 2)
+    later = held_out_steps(window, int(GateSettings().min_held_out_steps))
+    ends = np.unique(np.linspace(window, steps - later, points).astype(int)).tolist()
+    return [slice(end - window, end) for end in ends]
+
+
+def judge(
+    load: NDArray[np.int64],
+    window: slice,
+    current: Placement,
+    shape: ModelShape,
+    policy: str,
+    objective: Objective,
+) -> tuple[Verdict | None, float, int, Placement]:
+    """Let a policy plan on a window, and score its plan on the steps after it.
+
+    Args:
+        load: (T, L, E) [tokens].
+        window: of the load.
+        current: placement.
+        shape: of the fleet.
+        policy: its name.
+        objective: without the price of copies.
+
+    Returns:
+        (verdict on the plan, its net gain that followed, its copies, its placement).
+    """
+    inputs = CycleInputs(
+        load=load[window].astype(np.uint32),
+        shape=shape,
+        topology=Topology.single_node(shape.num_ranks),
         current=current,
-        policy="keel",
+        policy=policy,
         settings=GateSettings(),
-        staging_bytes=(1 << 30,) * RANKS,
+        staging_bytes=(1 << 30,) * shape.num_ranks,
         now_unix=0.0,
         mode=Mode.OBSERVE,
-        ranks_fresh=RANKS,
+        ranks_fresh=shape.num_ranks,
         newest_step_age_s=0.0,
-        objective=Objective(copy_cost=COPY_COST, lifetime_steps=LIFETIME),
+        objective=replace(objective, copy_cost=COPY_COST, lifetime_steps=LIFETIME),
     )
-
-
-def _judge(
-    trace: Recorded, current: Placement, first: int, last: int, *, checking: bool, followed: bool
-) -> tuple[Point, Placement]:
-    """Return one point, and the placement of a controller that followed its verdict."""
-    inputs = _inputs(trace, current, first, last)
     split = split_window(inputs, change_of(inputs))
     target, _ = plan_target(inputs, split)
     copies = count_moves(current, target)
+    verdict, _ = judge_target(inputs, target, split)
+    if verdict is None:
+        return None, 0.0, copies, target
+    after = load[window.stop :][: verdict.steps].astype(np.float64)
+    cost, tokens = inputs.objective.cost, inputs.token_split
+    old = moe_time.step_times(after, current, cost, tokens).sum(axis=1)
+    new = moe_time.step_times(after, target, cost, tokens).sum(axis=1)
+    realised = float((old - new).mean() - COPY_COST * copies / LIFETIME) / float(old.mean())
+    return verdict, realised, copies, target
+
+
+def _judge(
+    trace: Recorded, window: slice, current: Placement, *, checking: bool, followed: bool
+) -> tuple[Point, Placement]:
+    """Return one point, and the placement of a controller that followed its verdict."""
+    shape, objective = trace.shape(), Objective()
+    verdict, realised, copies, target = judge(trace.load, window, current, shape, "keel", objective)
     if copies == 0:
         return Point(None, 0.0, trace.name, checking, followed), current
-    verdict, _ = judge_target(inputs, target, split)
     assert verdict is not None
-    after = trace.load[last : last + verdict.steps].astype(np.float64)
-    old = moe_time.step_times(after, current).sum(axis=1)
-    new = moe_time.step_times(after, target).sum(axis=1)
-    realised = float((old - new).mean() - COPY_COST * copies / LIFETIME) / float(old.mean())
     point = Point(verdict.call, realised, trace.name, checking, followed)
     return point, target if verdict.call is Call.RECOMMEND else current
 
 
 def points_of(trace: Recorded, *, checking: bool) -> Iterator[Point]:
     """Yield every point of a trace, under both placements."""
-    steps = len(trace.load)
-    window = min(WINDOW["prefill" if "prefill" in trace.name else "decode"], steps // 2)
-    later = held_out_steps(window, int(GateSettings().min_held_out_steps))
     initial = followed = Placement.initial(trace.shape())
-    for index, last in enumerate(
-        np.unique(np.linspace(window, steps - later, POINTS).astype(int)).tolist()
-    ):
-        first = last - window
-        point, left = _judge(trace, initial, first, last, checking=checking, followed=False)
+    for index, window in enumerate(windows_of(trace.name, len(trace.load), POINTS)):
+        point, left = _judge(trace, window, initial, checking=checking, followed=False)
         yield point
         if index == 0:
             # No verdict was followed yet, so the second point would equal the first.
             followed = left
             continue
-        point, followed = _judge(trace, followed, first, last, checking=checking, followed=True)
+        point, followed = _judge(trace, window, followed, checking=checking, followed=True)
         yield point
 
 

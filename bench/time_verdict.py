@@ -7,31 +7,18 @@ recommendations led. Plans are those of EPLB, which does not know what reading c
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-
-from bench.planning_verdict import COPY_COST, LIFETIME, WINDOW, JudgedCall
+from bench.planning_verdict import JudgedCall, judge, windows_of
 from bench.planning_walk import Case
 from bench.report import Row
 from bench.time_models import roofline
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.policy import Mode
-from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.decision.cycle import (
-    CycleInputs,
-    change_of,
-    judge_target,
-    plan_target,
-    split_window,
-)
-from evenkeel_moe.planning.decision.gates import GateSettings
-from evenkeel_moe.planning.decision.verdict import Call, held_out_steps
-from evenkeel_moe.planning.problem import moe_time
+from evenkeel_moe.model.topology import ModelShape
+from evenkeel_moe.planning.decision.verdict import Call
 from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.schedule.relabel import count_moves
 
 POLICIES = ("eplb", "keel")
 POINTS = 4
@@ -51,54 +38,23 @@ class _Judged(JudgedCall):
         return self.call is Call.RECOMMEND and self.realised <= 0
 
 
-def _judge(inputs: CycleInputs, after: np.ndarray) -> tuple[Call, float, float, Placement] | None:
-    """Return call, promised and realised net gain, and target; None without copies or verdict."""
-    split = split_window(inputs, change_of(inputs))
-    target, _ = plan_target(inputs, split)
-    copies = count_moves(inputs.current, target)
-    verdict, _ = judge_target(inputs, target, split)
-    if verdict is None or (target.phy2log == inputs.current.phy2log).all():
-        return None
-    later = after[: verdict.steps]
-    cost, tokens = inputs.objective.cost, inputs.token_split
-    old = moe_time.step_times(later, inputs.current, cost, tokens).sum(axis=1)
-    new = moe_time.step_times(later, target, cost, tokens).sum(axis=1)
-    realised = float((old - new).mean() - COPY_COST * copies / LIFETIME) / float(old.mean())
-    return verdict.call, verdict.net_gain, realised, target
-
-
 def _judged(
     trace: Trace, ranks: int, slots: int, policy: str, name: str, objective: Objective
 ) -> Iterator[_Judged]:
     """Judge the plans of one policy at every point of a trace."""
-    steps = trace.num_steps
-    window = min(WINDOW["prefill" if "prefill" in trace.name else "decode"], steps // 2)
-    later = held_out_steps(window, int(GateSettings().min_held_out_steps))
     shape = ModelShape(
         trace.num_layers, trace.num_experts, ranks, slots // ranks, trace.top_k or 1, 1
     )
     current = Placement.initial(shape)
-    for last in np.unique(np.linspace(window, steps - later, POINTS).astype(int)).tolist():
-        inputs = CycleInputs(
-            load=trace.counts[last - window : last].astype(np.uint32),
-            shape=shape,
-            topology=Topology.single_node(ranks),
-            current=current,
-            policy=policy,
-            settings=GateSettings(),
-            staging_bytes=(1 << 30,) * ranks,
-            now_unix=0.0,
-            mode=Mode.OBSERVE,
-            ranks_fresh=ranks,
-            newest_step_age_s=0.0,
-            objective=replace(objective, copy_cost=COPY_COST, lifetime_steps=LIFETIME),
+    for window in windows_of(trace.name, trace.num_steps, POINTS):
+        verdict, realised, _, target = judge(
+            trace.counts, window, current, shape, policy, objective
         )
-        found = _judge(inputs, trace.counts[last : last + later].astype(np.float64))
-        if found is None:
+        if verdict is None or (target.phy2log == current.phy2log).all():
             continue
-        call, promised, realised, target = found
-        yield _Judged(call, realised, f"{name}_step{last}", policy, promised)
-        if call is Call.RECOMMEND:
+        at = f"{name}_step{window.stop}"
+        yield _Judged(verdict.call, realised, at, policy, verdict.net_gain)
+        if verdict.call is Call.RECOMMEND:
             current = target
 
 
