@@ -12,11 +12,10 @@ It needs a machine that does nothing else: other processes delay the ranks.
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -44,24 +43,28 @@ _COMPARED = 64
 _LEAST, _MOST = 0.7, 1.3
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """One measured plan."""
+class Measured(NamedTuple):
+    """A plan that the controller measured."""
 
     run: int
     because: str
-    promised: float
-    delivered: float
-    lower: float
-    upper: float
-    modelled: float
+    delivered: Mapping[str, Any]
+    """As REST returns it."""
     by_lines: float
     """Share of MoE time saved by the ranks' own lines; NaN with too few steps."""
 
-    @property
-    def ratio(self) -> float:
-        """Delivered over promised gain."""
-        return self.delivered / self.promised
+
+def share_rows(start: str, delivered: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return the share of plans that delivered what they promised, of all and of large ones."""
+    ratios = np.array([one["over_promised"] for one in delivered])
+    kept = (_LEAST <= ratios) & (ratios <= _MOST)
+    large = np.array([one["promised"] >= _LARGE for one in delivered])
+    return [
+        Row(f"{start}within_share", float(kept.mean()), "of the measured, from 0.7 to 1.3"),
+        Row(f"{start}large_plans", float(large.sum()), f"promised {_LARGE:.0%} or more"),
+        Row(f"{start}large_within_share", float(kept[large].mean()), "of those"),
+        Row(f"{start}over_promised_median", float(np.median(ratios)), ""),
+    ]
 
 
 @contextmanager
@@ -102,7 +105,7 @@ def paced_fleet(
         yield controller, supervisor, stop
 
 
-def run_once(run: int) -> list[Promise]:
+def run_once(run: int) -> list[Measured]:
     """Run the controller and the ranks once; return the plans that were measured."""
     paced = paced_fleet(
         _RANKS,
@@ -123,7 +126,9 @@ def run_once(run: int) -> list[Promise]:
             stop.wait(0.5)
         fleet.feed(read_new_lines(supervisor.folder, offsets))
     return [
-        _promise(run, plan, fleet)
+        Measured(
+            run, plan["planned_because"], plan["delivered"], gain_by_lines(fleet, plan["plan_id"])
+        )
         for plan in plans
         if plan["delivered"] is not None and plan["delivered"]["over_promised"] is not None
     ]
@@ -136,20 +141,6 @@ def _plans(controller: DemoController) -> list[Mapping[str, Any]]:
     except httpx.HTTPError:
         return []
     return [] if page is None else list(reversed(page["items"]))
-
-
-def _promise(run: int, plan: Mapping[str, Any], fleet: FleetLog) -> Promise:
-    found = plan["delivered"]
-    return Promise(
-        run,
-        plan["planned_because"],
-        found["promised"],
-        found["gain"],
-        found["lower"],
-        found["upper"],
-        found["modelled"],
-        gain_by_lines(fleet, plan["plan_id"]),
-    )
 
 
 def gain_by_lines(fleet: FleetLog, plan_id: str) -> float:
@@ -171,41 +162,33 @@ def gain_by_lines(fleet: FleetLog, plan_id: str) -> float:
     return 1.0 - moe_s(after) / moe_s(before)
 
 
-def rows_of(found: list[Promise]) -> list[Row]:
+def rows_of(found: list[Measured]) -> list[Row]:
     """Return the figures of all runs."""
-    ratios = np.array([one.ratio for one in found])
-    kept = (_LEAST <= ratios) & (ratios <= _MOST)
-    large = np.array([one.promised >= _LARGE for one in found])
-    inside = [one.lower <= one.promised <= one.upper for one in found]
-    seen = [(one.delivered, one.by_lines) for one in found if np.isfinite(one.by_lines)]
-    apart = float(np.mean([abs(one - other) for one, other in seen])) if seen else float("nan")
+    delivered = [one.delivered for one in found]
+    gain, promised = (sum(one[key] for one in delivered) for key in ("gain", "promised"))
+    inside = [one["lower"] <= one["promised"] <= one["upper"] for one in delivered]
+    apart = [one.delivered["gain"] - one.by_lines for one in found if np.isfinite(one.by_lines)]
     return [
         Row("delivered_plans", float(len(found)), "measured plans"),
-        Row("delivered_within_share", float(kept.mean()), "of the plans, from 0.7 to 1.3"),
-        Row("delivered_large_plans", float(large.sum()), f"promised {_LARGE:.0%} or more"),
-        Row("delivered_large_within_share", float(kept[large].mean()), "of those"),
-        Row("delivered_over_promised_median", float(np.median(ratios)), ""),
-        Row("delivered_over_promised_sum", _sum_ratio(found), "sum of gains"),
+        *share_rows("delivered_", delivered),
+        Row("delivered_over_promised_sum", gain / promised, "sum of gains"),
         Row("delivered_promise_in_interval_share", float(np.mean(inside)), "of the plans"),
-        Row("delivered_minus_lines_mean", apart, "share of MoE time, absolute"),
+        Row("delivered_minus_lines_mean", float(np.mean(np.abs(apart))), "absolute"),
     ]
-
-
-def _sum_ratio(found: list[Promise]) -> float:
-    return sum(one.delivered for one in found) / sum(one.promised for one in found)
 
 
 def main() -> None:
     """Run, print every plan, and write the report."""
-    found: list[Promise] = []
+    found: list[Measured] = []
     print("run  promised  delivered  (95 %)          modelled  by lines  ratio  because")
     for run in range(int(sys.argv[1]) if len(sys.argv) > 1 else RUNS):
         for one in run_once(run):
             found.append(one)
+            told = one.delivered
             print(
-                f"{run:3d}  {one.promised:8.1%}  {one.delivered:9.1%}  ({one.lower:6.1%},"
-                f" {one.upper:6.1%})  {one.modelled:8.1%}  {one.by_lines:8.1%}  {one.ratio:5.2f}"
-                f"  {one.because}",
+                f"{run:3d}  {told['promised']:8.1%}  {told['gain']:9.1%}  ({told['lower']:6.1%},"
+                f" {told['upper']:6.1%})  {told['modelled']:8.1%}  {one.by_lines:8.1%}"
+                f"  {told['over_promised']:5.2f}  {one.because}",
                 flush=True,
             )
     write_report("delivered", rows_of(found))

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.delivered import share_rows
 from bench.report import Row, write_report
 from evenkeel_moe.telemetry.delivered_gain import match_tokens
 from tests.integration.whole import Served, plans
@@ -51,9 +52,6 @@ _BEGINS_S = 20.0
 _MEASURED_S = 180.0
 """Longest wait for a plan to be measured."""
 _FEWEST_PAIRS = 16
-_LEAST, _MOST = 0.7, 1.3
-_LARGE = 0.05
-"""Promises from here on are shown apart: noise of a percent hides smaller ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,9 +284,6 @@ def print_rank(run: Run) -> None:
 def rows_of(found: list[Measured]) -> list[Row]:
     """Return the figures of all plans."""
     known = [one.delivered for one in found if one.delivered is not None]
-    ratios = np.array([one["over_promised"] for one in known])
-    kept = (ratios >= _LEAST) & (ratios <= _MOST)
-    large = np.array([one["promised"] >= _LARGE for one in known])
     apart = [
         one.delivered["gain"] - one.by_probe
         for one in found
@@ -297,10 +292,7 @@ def rows_of(found: list[Measured]) -> list[Row]:
     return [
         Row("plans", float(len(found)), "carried out"),
         Row("measured", float(len(known)), "of them"),
-        Row("within_share", float(kept.mean()), "of the measured, from 0.7 to 1.3"),
-        Row("large_plans", float(large.sum()), f"promised {_LARGE:.0%} or more"),
-        Row("large_within_share", float(kept[large].mean()), "of those"),
-        Row("over_promised_median", float(np.median(ratios)), ""),
+        *share_rows("", known),
         Row("delivered_minus_probe_mean", float(np.mean(np.abs(apart))), "absolute"),
     ]
 
