@@ -25,6 +25,7 @@ import numpy as np
 from bench.ingest import cpu_s
 from bench.ingest_fleet import Fleet, Scale
 from bench.report import Row, write_report
+from bench.scale_parts import valkey_in
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.controller.tasks import end_tasks
 from tests.integration.controller_rig import Controller
@@ -139,16 +140,14 @@ async def ask_view(server: Server, view: tuple[tuple[str, float], ...], seconds:
 async def measure(rounds: int, seconds: float, pages: int) -> tuple[Figures, Figures]:
     """Return the figures without and with pages; they take turns, `rounds` times."""
     with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
-        valkey = EmbeddedValkey(Path(folder) / "valkey")
-        await valkey.start()
-        controller = Controller(
-            Path(folder) / "data",
-            REDIS__URL=valkey.url,
-            PLANNER__MODE="observe",
-            PLANNER__CYCLE_S="5",
-            METRICS__REFRESH_S="5",
-        )
-        try:
+        async with valkey_in(Path(folder)) as (valkey, _):
+            controller = Controller(
+                Path(folder) / "data",
+                REDIS__URL=valkey.url,
+                PLANNER__MODE="observe",
+                PLANNER__CYCLE_S="5",
+                METRICS__REFRESH_S="5",
+            )
             async with controller:
                 fleet = Fleet(SCALE)
                 await until(lambda: bool(controller.events("planner_ready")), within_s=120)
@@ -159,8 +158,6 @@ async def measure(rounds: int, seconds: float, pages: int) -> tuple[Figures, Fig
                 finally:
                     await end_tasks((serving,))
                     await fleet.close()
-        finally:
-            await valkey.stop()
 
 
 async def take_turns(

@@ -22,7 +22,8 @@ import psutil
 
 from bench.ingest_fleet import Fleet, Scale
 from bench.report import Row, write_report
-from evenkeel_moe.adapters.redis.client import connect, deployment_key, disconnect
+from bench.scale_parts import valkey_in
+from evenkeel_moe.adapters.redis.client import deployment_key
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.adapters.redis.encoding import unpack_window
 from evenkeel_moe.controller.tasks import end_tasks
@@ -60,19 +61,16 @@ def cpu_s(*pids: int) -> float:
 
 async def run_ours(scale: Scale, batches: int, folder: Path) -> Figures:
     """Measure the controller and Valkey, each in its own process."""
-    valkey = EmbeddedValkey(folder / "valkey")
-    await valkey.start()
-    controller = Controller(
-        folder / "data",
-        REDIS__URL=valkey.url,
-        WINDOW__STEPS=str(WINDOW),
-        WINDOW__PLAN_STEPS=str(WINDOW),
-        PLANNER__MODE="observe",
-        PLANNER__CYCLE_S="3600",
-        METRICS__REFRESH_S="5",
-    )
-    client = connect(valkey.url, timeout_s=10.0)
-    try:
+    async with valkey_in(folder) as (valkey, client):
+        controller = Controller(
+            folder / "data",
+            REDIS__URL=valkey.url,
+            WINDOW__STEPS=str(WINDOW),
+            WINDOW__PLAN_STEPS=str(WINDOW),
+            PLANNER__MODE="observe",
+            PLANNER__CYCLE_S="3600",
+            METRICS__REFRESH_S="5",
+        )
         async with controller:
             fleet = Fleet(scale)
             measuring = asyncio.create_task(
@@ -89,9 +87,6 @@ async def run_ours(scale: Scale, batches: int, folder: Path) -> Figures:
             finally:
                 await end_tasks((measuring, ended))
                 await fleet.close()
-    finally:
-        await disconnect(client)
-        await valkey.stop()
 
 
 async def measure_fleet(

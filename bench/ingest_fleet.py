@@ -24,6 +24,7 @@ BATCH = 16
 """Steps that a message carries, unless a scale says otherwise."""
 TOKENS = 64
 """Tokens of one rank in one step."""
+HEARTBEAT = link.Heartbeat(0, free_bytes=1 << 40, staging_bytes=1 << 37)
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,47 @@ class Scale:
         return ModelShape(self.layers, experts, self.ranks, self.slots_per_rank, 8, 44_000_000)
 
 
+def identity_of(deployment: str, rank: int) -> m.RankIdentity:
+    """Return the identity of a rank that starts now."""
+    return m.RankIdentity(DeploymentId(deployment), EpRank(rank), Generation("g"), time.time_ns())
+
+
+def hello_of(
+    identity: m.RankIdentity, placement: Placement, shape: ModelShape, term: int = 0
+) -> m.Hello:
+    """Return the Hello of a rank, eight of which are on a node."""
+    return m.Hello(
+        identity, shape, f"node-{identity.rank // 8}", "", Epoch(0), placement.digest, 1, "same",
+        HEARTBEAT.free_bytes, HEARTBEAT.staging_bytes, "gate", highest_term=term,
+    )  # fmt: skip
+
+
+def state_of(identity: m.RankIdentity, placement: Placement, query: m.QueryState) -> m.RankState:
+    """Return the answer of an idle rank to a query."""
+    cells = placement.num_layers * placement.num_logical_experts
+    return m.RankState(
+        identity, m.ParticipantState.IDLE, None, Epoch(0), placement.digest, 1, True, None, None,
+        placement=placement if query.want_placement else None,
+        checksums=tuple(range(1, cells + 1)) if query.want_checksums else None,
+        highest_term=query.leader.term, step=0, query=query.query,
+    )  # fmt: skip
+
+
+def report_of(identity: m.RankIdentity, steps: Any, counts: Any) -> LoadReport:
+    """Return the report of a rank."""
+    return LoadReport(
+        identity.deployment, identity.generation, identity.rank, identity.incarnation,
+        CountingSide.DESTINATION, steps, counts,
+    )  # fmt: skip
+
+
 class ReportingRank:
     """One stream. Its reports differ only in their step numbers, so that sending costs little."""
 
     def __init__(
         self, deployment: str, rank: int, scale: Scale, counts, placement: Placement
     ) -> None:
-        self.identity = m.RankIdentity(
-            DeploymentId(deployment), EpRank(rank), Generation("g"), time.time_ns()
-        )
+        self.identity = identity_of(deployment, rank)
         self.scale, self.placement = scale, placement
         self.highest = -1
         self.refused = 0
@@ -62,11 +95,7 @@ class ReportingRank:
         self.steps = step_table(
             StepMeta(step, 0, Phase.DECODE, TOKENS) for step in range(scale.steps)
         )
-        report = LoadReport(
-            self.identity.deployment, self.identity.generation, self.identity.rank,
-            self.identity.incarnation, CountingSide.DESTINATION, self.steps, counts,
-        )  # fmt: skip
-        self.wire = encode_rank_message(report)
+        self.wire = encode_rank_message(report_of(self.identity, self.steps, counts))
         self.writing = asyncio.Lock()
         self.reader: asyncio.Task[None] | None = None
         self.beats: asyncio.Task[None] | None = None
@@ -83,23 +112,7 @@ class ReportingRank:
             await self.call.read()
             self.reader = asyncio.create_task(self._drain())
             return
-        shape = self.scale.shape
-        await self._send(
-            m.Hello(
-                identity=self.identity,
-                shape=shape,
-                node=f"node-{self.identity.rank // 8}",
-                gpu_uuid="",
-                epoch=Epoch(0),
-                placement_digest=self.placement.digest,
-                weights_version=1,
-                checksums_digest="same",
-                free_bytes=1 << 40,
-                staging_bytes=1 << 30,
-                gate_digest="gate",
-                highest_term=0,
-            )
-        )
+        await self._send(hello_of(self.identity, self.placement, self.scale.shape))
         wire: Any = await self.call.read()
         answer = decode_controller_message(wire)
         assert (
@@ -113,14 +126,13 @@ class ReportingRank:
         while True:
             # Reports show that the rank is alive, so the link sends one heartbeat of four.
             await asyncio.sleep(4 * interval_s)
-            await self._send(link.Heartbeat(0, 1 << 40, 1 << 30))
+            await self._send(HEARTBEAT)
 
     async def _drain(self) -> None:
         while await self.call.read() is not grpc.aio.EOF:
             pass
 
     async def _listen(self) -> None:
-        shape = self.scale.shape
         wire: Any
         while (wire := await self.call.read()) is not grpc.aio.EOF:
             message = decode_controller_message(wire)
@@ -132,37 +144,23 @@ class ReportingRank:
                 if message.reason is not None:
                     self.reasons.add(message.reason)
             elif isinstance(message, m.QueryState):
-                cells = shape.num_layers * shape.num_logical_experts
-                await self._send(
-                    m.RankState(
-                        self.identity,
-                        m.ParticipantState.IDLE,
-                        None,
-                        Epoch(0),
-                        self.placement.digest,
-                        1,
-                        True,
-                        None,
-                        None,
-                        placement=self.placement if message.want_placement else None,
-                        checksums=tuple(range(1, cells + 1)) if message.want_checksums else None,
-                        highest_term=message.leader.term,
-                        step=0,
-                        query=message.query,
-                    )
-                )
+                await self._send(state_of(self.identity, self.placement, message))
 
     async def _send(self, message) -> None:
         async with self.writing:
             await self.call.write(encode_rank_message(message))
 
-    async def report(self, batch: int) -> None:
-        """Send the message of a batch."""
+    def message(self, batch: int) -> agent_pb2.RankMessage:
+        """Return the message of a batch."""
         steps = self.scale.steps
         self.steps["step"] = np.arange(batch * steps, (batch + 1) * steps)
         self.wire.load_report.step_table = self.steps.tobytes()
+        return self.wire
+
+    async def report(self, batch: int) -> None:
+        """Send the message of a batch."""
         async with self.writing:
-            await self.call.write(self.wire)
+            await self.call.write(self.message(batch))
 
     async def close(self) -> None:
         if self.reader is not None:

@@ -87,18 +87,17 @@ def run_sections(
             yield from sections[name]()
 
     print_parts(bench, parts())
+    print(f"{time.perf_counter() - begun:.0f} s")
 
 
 def print_parts(bench: str, parts: Iterable[list[Row]]) -> None:
     """Print the rows of each part as it comes, and save the report of all parts so far."""
     rows: list[Row] = []
-    begun = time.perf_counter()
     for part in parts:
         rows += part
         for row in part:
             print_row(row)
         save_rows(bench, rows)
-    print(f"{len(rows)} rows in {time.perf_counter() - begun:.0f} s")
 
 
 def print_versions(packages: tuple[str, ...]) -> None:

@@ -13,7 +13,6 @@ from bench.ingest import cpu_s, run_ours, run_raw
 from bench.ingest_fleet import Fleet, Scale
 from bench.report import Row
 from bench.scale_parts import Lateness, controller_of, large, many, rss, valkey_in
-from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.controller.ingest.group_memory import group_memory
 from tests.waiting import until
 
@@ -31,20 +30,16 @@ async def ingest_rows(batches: int = 9) -> AsyncIterator[list[Row]]:
 
 async def _ingest(row: str, scale: Scale, batches: int) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
-        async with valkey_in(Path(folder)) as valkey:
-            client = connect(valkey.url, timeout_s=60.0)
+        async with valkey_in(Path(folder)) as (valkey, client):
             controller = controller_of(Path(folder), valkey.url)
-            try:
-                async with controller:
-                    await until(lambda: bool(controller.events("planner_ready")), within_s=120)
-                    fleet = Fleet(scale)
-                    try:
-                        pids = (controller.process.pid, valkey.pid or 0)
-                        return await _measure(row, controller, client, fleet, batches, pids)
-                    finally:
-                        await fleet.close()
-            finally:
-                await disconnect(client)
+            async with controller:
+                await until(lambda: bool(controller.events("planner_ready")), within_s=120)
+                fleet = Fleet(scale)
+                try:
+                    pids = (controller.process.pid, valkey.pid or 0)
+                    return await _measure(row, controller, client, fleet, batches, pids)
+                finally:
+                    await fleet.close()
 
 
 async def _measure(

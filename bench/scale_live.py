@@ -16,12 +16,21 @@ from typing import Any
 import numpy as np
 
 from bench.ingest import cpu_s
-from bench.ingest_fleet import TOKENS, Scale, draw_counts
+from bench.ingest_fleet import (
+    HEARTBEAT,
+    TOKENS,
+    Scale,
+    draw_counts,
+    hello_of,
+    identity_of,
+    report_of,
+    state_of,
+)
 from bench.report import Row
 from bench.scale_parts import controller_of, get_metrics, large, many, rss, valkey_in
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
-from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
-from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
+from evenkeel_moe.model.ids import Epoch
+from evenkeel_moe.model.load import Phase, StepMeta, step_table
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.wire import link
@@ -40,9 +49,7 @@ class LinkedRank:
 
     def __init__(self, rank: int, scale: Scale, placement: Placement, addresses: list[str]) -> None:
         self.scale, self.placement = scale, placement
-        self.identity = m.RankIdentity(
-            DeploymentId(NAME), EpRank(rank), Generation("g"), time.time_ns()
-        )
+        self.identity = identity_of(NAME, rank)
         self.registered_at: float | None = None
         self.acknowledged = False
         self.prepared_at: dict[str, float] = {}
@@ -52,13 +59,10 @@ class LinkedRank:
         self._running = asyncio.create_task(self._link.run(self))
 
     def hello(self) -> m.Hello:
-        return m.Hello(
-            self.identity, self.scale.shape, f"node-{self.identity.rank // 8}", "", Epoch(0),
-            self.placement.digest, 1, "same", 1 << 40, 1 << 37, "gate", highest_term=self._term,
-        )  # fmt: skip
+        return hello_of(self.identity, self.placement, self.scale.shape, self._term)
 
     def heartbeat(self) -> link.Heartbeat:
-        return link.Heartbeat(0, 1 << 40, 1 << 37)
+        return HEARTBEAT
 
     def received(self, stream: int, message: link.ToRankLink) -> None:
         if isinstance(message, link.Registration):
@@ -73,29 +77,13 @@ class LinkedRank:
             self._link.send(answer, stream)
         elif isinstance(message, m.QueryState):
             self._term = message.leader.term
-            self._link.send(self._state(message), stream)
+            self._link.send(state_of(self.identity, self.placement, message), stream)
 
     def lost(self, _stream: int) -> None:
         self.registered_at = None
 
     def report(self, steps: Any, counts: Any) -> None:
-        one = self.identity
-        side = CountingSide.DESTINATION
-        self._link.send(
-            LoadReport(
-                one.deployment, one.generation, one.rank, one.incarnation, side, steps, counts
-            )
-        )
-
-    def _state(self, query: m.QueryState) -> m.RankState:
-        cells = self.placement.num_layers * self.placement.num_logical_experts
-        return m.RankState(
-            self.identity, m.ParticipantState.IDLE, None, Epoch(0), self.placement.digest, 1, True,
-            None, None,
-            placement=self.placement if query.want_placement else None,
-            checksums=tuple(range(1, cells + 1)) if query.want_checksums else None,
-            highest_term=self._term, query=query.query,
-        )  # fmt: skip
+        self._link.send(report_of(self.identity, steps, counts))
 
     async def close(self) -> None:
         self._running.cancel()
@@ -121,7 +109,7 @@ async def live_rows(sizes: tuple[int, ...] = (256, 2048)) -> AsyncIterator[list[
 
 async def _live(scale: Scale) -> AsyncIterator[list[Row]]:
     with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as folder:
-        async with valkey_in(Path(folder)) as valkey:
+        async with valkey_in(Path(folder)) as (valkey, _):
             one, two = (controller_of(Path(folder), valkey.url, n, 2) for n in ("one", "two"))
             async with one, two:
                 for each in (one, two):  # The load of a start would be in the figures.

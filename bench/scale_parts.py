@@ -1,4 +1,4 @@
-"""The shapes, the controller's settings and the readings that the parts of `bench.scale` share."""
+"""The store, shapes, settings of the controller and readings that benches of reports share."""
 
 import asyncio
 import time
@@ -10,6 +10,7 @@ import psutil
 
 from bench.ingest_fleet import Scale
 from evenkeel_moe.adapters.open_files import allow_open_files
+from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.model.topology import ModelShape
 from tests.integration.controller_rig import Controller
@@ -36,13 +37,15 @@ LARGE: ModelShape = large().shape
 
 @asynccontextmanager
 async def valkey_in(folder: Path):
-    """Run a store in a folder."""
+    """Run a store in a folder; yield it and a client."""
     allow_open_files(_FILES)
     valkey = EmbeddedValkey(folder / "valkey")
     await valkey.start()
+    client = connect(valkey.url, timeout_s=60.0)
     try:
-        yield valkey
+        yield valkey, client
     finally:
+        await disconnect(client)
         await valkey.stop()
 
 

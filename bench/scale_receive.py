@@ -7,14 +7,11 @@ loop, so the caches hold more of it than in the server.
 import time
 from collections.abc import Iterator
 
-import numpy as np
-
-from bench.ingest_fleet import Fleet, Scale
+from bench.ingest_fleet import Fleet, Scale, hello_of
 from bench.report import Row
 from bench.scale_parts import large, many
 from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import LoadReport
-from evenkeel_moe.protocol import messages as m
 from evenkeel_moe.telemetry.assembly import StepAssembler
 from evenkeel_moe.telemetry.windows import StepRing
 from evenkeel_moe.v1 import agent_pb2
@@ -42,13 +39,13 @@ def receive_rows(rounds: int = 6) -> Iterator[list[Row]]:
 def _message_s(scale: Scale, rounds: int) -> float:
     """Return the least processor seconds of a message over some rounds of all ranks."""
     fleet = Fleet(scale)
-    hellos = [_hello(rank.identity, scale, fleet.placement.digest) for rank in fleet.ranks]
+    hellos = [hello_of(rank.identity, fleet.placement, scale.shape) for rank in fleet.ranks]
     assembler = StepAssembler(scale.shape, max_pending=2 * scale.steps)
     assembler.learn_epoch(Epoch(0), fleet.placement)
     ring = StepRing(scale.shape, 512)
     best = float("inf")
     for number in range(rounds):
-        data = [_report(rank, number) for rank in fleet.ranks]
+        data = [rank.message(number).SerializeToString() for rank in fleet.ranks]
         began = time.process_time()
         for message, hello in zip(data, hellos, strict=True):
             report = decode_rank_message(agent_pb2.RankMessage.FromString(message), hello)
@@ -58,14 +55,3 @@ def _message_s(scale: Scale, rounds: int) -> float:
         best = min(best, (time.process_time() - began) / len(data))
         assert ring.newest_step == (number + 1) * scale.steps - 1
     return best
-
-
-def _hello(identity: m.RankIdentity, scale: Scale, digest: str) -> m.Hello:
-    return m.Hello(identity, scale.shape, "n", "", Epoch(0), digest, 1, "same", 0, 0, "gate")
-
-
-def _report(rank, number: int) -> bytes:
-    steps = rank.scale.steps
-    rank.steps["step"] = np.arange(number * steps, (number + 1) * steps)
-    rank.wire.load_report.step_table = rank.steps.tobytes()
-    return rank.wire.SerializeToString()
