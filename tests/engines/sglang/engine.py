@@ -250,11 +250,16 @@ class ModelRunner:
 
     is_hybrid_swa = False
     max_total_num_tokens = 1800
+    context_ranks = 1
 
     def __init__(self, manager: Any):
         self.eplb_manager = manager
         self.model: Any = None
         self.token_to_kv_pool: Any = None
+
+    @property
+    def logical_max_total_num_tokens(self) -> int:
+        return self.max_total_num_tokens * self.context_ranks
 
     def alloc_memory_pool(self, memory_pool_config: Any = None) -> None:
         del memory_pool_config
@@ -338,10 +343,14 @@ class Model:
             ]
             rows = [expert_rows(layer, int(expert)) for expert in here]
             by_layer[layer] = [torch.stack(part) for part in zip(*rows, strict=True)]
-        self.routed_experts_weights_of_layer = experts.lazy_value(root_folder())(lambda: by_layer)
-        for layer in self.layers:
-            experts.set_weights(layer, self.routed_experts_weights_of_layer[layer.layer_id][0])
+        self.makes_anew = False
+        """Each load of weights makes other tensors, as in SGLang's transformers backend."""
+        self._use(experts.lazy_value(root_folder())(lambda: by_layer))
 
+    def _use(self, by_layer: Any) -> None:
+        self.routed_experts_weights_of_layer = by_layer
+        for layer in self.layers:
+            experts.set_weights(layer, by_layer[layer.layer_id][0])
         self.replace_parameters(lambda tensor: tensor)
 
     def replace_parameters(self, make: Any) -> None:

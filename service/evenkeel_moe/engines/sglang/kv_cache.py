@@ -14,7 +14,8 @@ def read_kv_cache(runner: Any) -> KvCache | None:
     Returns:
         None if some layers keep only a window of the tokens: a token then has no fixed size.
     """
-    tokens = int(runner.max_total_num_tokens)
+    # Rows of one rank hold the tokens of all ranks of decode context parallelism.
+    tokens = int(runner.logical_max_total_num_tokens)
     if runner.is_hybrid_swa or tokens < 1:
         return None
     pool = runner.token_to_kv_pool
