@@ -375,6 +375,9 @@ class Model:
 
     def load_weights(self, weights: Any) -> None:
         """Load ((layer, expert), rows) into the slots that SGLang's real metadata names."""
+        if self.makes_anew:
+            by_layer = self.routed_experts_weights_of_layer.items()
+            self._use({layer: [part.clone() for part in parts] for layer, parts in by_layer})
         for (layer, expert), rows in weights:
             for slot in self.metadata.logical_to_all_physical(layer, expert):
                 local = slot - self.rank * self.per_rank

@@ -37,6 +37,9 @@ def replace(one, way, version):
                 updater.load_weights_from_distributed(weights)[0],
                 scheduler.end_weight_update(ALL).success,
             ]
+        case "new tensors":
+            one.model.makes_anew = True
+            return [updater.update_weights_from_disk(weights, "auto")[0]]
         case "release":
             scheduler.release_memory_occupation(ALL)
             return [updater.update_weights_from_disk(weights, "auto")[0]]

@@ -114,7 +114,7 @@ class SglangGuest(EngineGuest):
             device = torch.device(metadata.physical_to_logical_map.device)
             return EngineFacts(
                 initial_placement(metadata, self._rows),
-                SlotWeights(list(self._weights.values()).__getitem__),
+                SlotWeights(lambda layer: self._weights[self._rows.layer_ids[layer]]),
                 device,
                 dispatch=dispatcher(access.moe_config()),
                 side=self._side,
@@ -343,7 +343,10 @@ class SglangGuest(EngineGuest):
         """Register the new weights; collective. Without a call it happens at the next pass."""
         if self.agent is None or not self.moves.reloading:
             return
-        if words := unserved(self.manager._get_model(), self._weights):
+        model = self.manager._get_model()
+        # Some models make the map anew at each access, of the tensors that they have then.
+        self._weights = routed_weights(model)
+        if words := unserved(model, self._weights):
             self.agent.disable_migration(words)
         self.moves.end_reload()
 
