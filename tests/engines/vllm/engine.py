@@ -353,11 +353,13 @@ class Model:
             assert torch.equal(kernels.compute(layer, rows), 2 * rows)
 
     def wrong_slots(self, rank: int, phy2log: torch.Tensor) -> list[tuple[int, int]]:
-        """Return each (layer, local slot) whose bytes are not those of the map's expert."""
+        """Return each filled (layer, local slot) whose bytes are not those of its expert."""
         wrong = []
         for layer, tensors in enumerate(self.expert_weights):
             for local in range(self.num_local_physical_experts):
                 expert = int(phy2log[layer, rank * self.num_local_physical_experts + local])
+                if expert < 0:
+                    continue
                 want = expert_rows(layer, expert, self.version)
                 if not all(
                     torch.equal(have[local], must) for have, must in zip(tensors, want, strict=True)

@@ -142,7 +142,7 @@ class ElasticRank(Rank):
         told = None if self.agent is None else self.agent.hello()
         return {
             "map": self.map(),
-            "wrong": self.wrong(),
+            "wrong": self.model.wrong_slots(self.rank, self.model_state.physical_to_logical_map),
             "agent": self.agent is not None,
             "placement": None if told is None else self.agent.placement.phy2log,
             "epoch": None if told is None else self.agent.epoch,
@@ -152,14 +152,6 @@ class ElasticRank(Rank):
             "step": self.guest._step if self.guest is not None else None,
             "replicas": self.model_state.logical_replica_count.numpy().copy(),
         }
-
-    def wrong(self):
-        """Return the filled slots of this rank whose bytes are not those of their expert."""
-        held = self.map()[:, self.rank * SLOTS : (self.rank + 1) * SLOTS]
-        wrong = self.model.wrong_slots(
-            self.rank, torch.from_numpy(np.where(self.map() < 0, 0, self.map()))
-        )
-        return [(layer, slot) for layer, slot in wrong if held[layer, slot] >= 0]
 
     def carry_out(self, new, plan):
         """Let the controller order a plan, and step until it has ended."""

@@ -220,6 +220,20 @@ def leave_slot_empty(rank, size, *, use_async):
     return {**one.seen(), "vote": vote, "filled": hello.slots_stay_filled, "empty": rows}
 
 
+def leave_another_slot_empty(rank, size):
+    """A slot is empty before vLLM is on ROCm, and a plan for ROCm leaves another one empty."""
+    one = Rank(rank, size, use_async=False)
+    one.steps(3)
+    for epoch, slot in ((1, -1), (2, -2)):
+        old = one.agent.placement
+        rows = np.where(old.phy2log == EMPTY, 0, old.phy2log)
+        rows[:, slot] = EMPTY
+        vote = one.order(Placement(rows, size, old.num_logical_experts), f"plan-{epoch}")
+        one.until(lambda epoch=epoch: one.agent.epoch == epoch)
+        engine.be_rocm(one.modules.state)
+    return {**one.seen(), "vote": vote, "target": rows}
+
+
 def second_engine(rank, size):
     """The process ends its engine, and makes another one with a model of the same size."""
     old = Rank(rank, size, use_async=False)

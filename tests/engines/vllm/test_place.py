@@ -53,6 +53,16 @@ def test_where_vllm_rates_maps_itself_a_slot_stays_filled():
 
 
 @pytest.mark.fault(
+    "who plans by hand with vLLM on ROCm where slots are empty",
+    "the ranks refused a plan that vLLM would have carried out",
+)
+def test_where_a_slot_is_empty_already_another_may_be():
+    for seen in ranks.run(SCENARIOS, "leave_another_slot_empty"):
+        assert seen["vote"].yes and np.array_equal(seen["map"], seen["target"])
+        assert (seen["epoch"], seen["wrong"], seen["trouble"]) == (2, [], "")
+
+
+@pytest.mark.fault(
     "who makes a second engine in one process",
     "plans went to the first engine, whose agent and weights stayed",
 )

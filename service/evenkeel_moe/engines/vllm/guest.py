@@ -510,7 +510,9 @@ class VllmGuest(EngineGuest):
         if wrong is None and self._worker_ended():
             return Reason.UNSUPPORTED, "vLLM's asynchronous EPLB worker has ended"
         empty = int((new.phy2log == EMPTY).sum())
-        if wrong is None and empty and rates_maps(self.state):
+        # Where a slot is empty now, vLLM rates no map.
+        is_filled = self.agent is not None and (self.agent.placement.phy2log != EMPTY).all()
+        if wrong is None and empty and is_filled and rates_maps(self.state):
             return Reason.UNSUPPORTED, f"{empty} empty slots: vLLM on ROCm, not asynchronous, fails"
         return wrong
 
