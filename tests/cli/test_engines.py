@@ -65,7 +65,6 @@ VLLM = ("--enable-expert-parallel", "--enable-eplb")
         ("vllm", (*VLLM, "--all2all_backend=moonep"), "--all2all-backend moonep: MoonEP"),
         ("vllm", (*VLLM, "--quantization", "gpt_oss_mxfp4"), "--quantization gpt_oss_mxfp4: "),
         ("vllm", (*VLLM, "--enable-elastic-ep"), None),
-        ("vllm", (*VLLM, "--enable-lora"), "--enable-lora: LoRA adapters of experts do not"),
         ("vllm", (*VLLM, "--enable-lora", "--lora-target-modules", "q_proj", "v_proj"), None),
         ("sglang", ("--enable-eplb", "--elastic-ep-backend", "mooncake"), "a death SGLang masks"),
         ("vllm", (*VLLM, "--speculative-config", '{"method": "medusa"}'), ".method medusa: a Med"),
@@ -73,6 +72,10 @@ VLLM = ("--enable-expert-parallel", "--enable-eplb")
         ("sglang", ("--enable-eplb", "--dwdp-size", "4"), "--dwdp-size 4: DWDP"),
         ("sglang", ("--enable-eplb", "--enable-paged-experts"), "--enable-paged-experts: paged"),
         ("sglang", ("--enable-eplb", "--moe-runner-backend", "lora_marlin"), "lora_marlin: the"),
+        ("sglang", ("--enable-eplb", "--attn-dp-size", "1"), None),
+        ("sglang", ("--enable-eplb", "--attn-dp-size", "8"), "8: without an all-to-all SGLang"),
+        ("sglang", ("--enable-eplb", "--enable-dp-attention"), "without an all-to-all SGLang"),
+        ("sglang", ("--enable-eplb", "--attn-dp-size=8", "--moe-a2a-backend=deepep"), None),
     ],
 )
 def test_flags_that_exclude_the_balance_of_experts_are_named(
@@ -86,6 +89,27 @@ def test_flags_that_exclude_the_balance_of_experts_are_named(
     else:
         (line,) = out.splitlines()
         assert code == 1 and line.startswith("excluded --") and words in line
+
+
+@pytest.mark.parametrize(("mode", "code"), [("observe", 0), ("place", 1)])
+@pytest.mark.parametrize(
+    ("engine", "flags", "words"),
+    [
+        ("vllm", (*VLLM, "--enable-lora"), "--enable-lora: LoRA adapters of experts do not"),
+        (
+            "sglang",
+            ("--enable-eplb", "--expert-distribution-recorder-mode", "per_pass"),
+            "--expert-distribution-recorder-mode per_pass: SGLang's scheduler ends",
+        ),
+    ],
+)
+def test_flags_that_exclude_plans_alone_are_named_and_do_not_exclude_observing(
+    installed, command, monkeypatch, engine, flags, words, mode, code
+):
+    installed(None)
+    monkeypatch.setenv("EVENKEEL_RANK__MODE", mode)
+    ended, out, _ = command("engines", "check", engine, "--", *flags)
+    assert ended == code and out.startswith(f"excluded in mode place {words}")
 
 
 def test_flags_come_from_the_engines_own_file_too(installed, command, tmp_path):

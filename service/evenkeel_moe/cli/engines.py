@@ -24,7 +24,7 @@ def check(
     nothing.
 
     Exits with 0 if the plugin would start, and with 1 if a part differs, the version was not
-    tested, or a flag excludes it.
+    tested, or a flag excludes it in the mode of EVENKEEL_RANK__MODE, by default observe.
 
     Args:
         engine: vllm or sglang. Default: every engine that is installed here.
@@ -52,14 +52,15 @@ def check(
 
 def _print_flags(engine: str, flags: list[str]) -> bool:
     """Print what flags mean for the balance of experts; return True if one excludes it."""
+    from evenkeel_moe.engines.guest.settings import load_guest_settings
     from evenkeel_moe.engines.launch_flags import find_limits, read_flags
 
-    found = list(find_limits(engine, read_flags(flags)))
-    for words in found:
-        say(f"excluded {words}")
-    if not found:
+    limits = list(find_limits(engine, read_flags(flags)))
+    for words, only_place in limits:
+        say(f"excluded {'in mode place ' if only_place else ''}{words}")
+    if not limits:
         say(f"{engine}: no flag is known to exclude the balance of experts")
-    return bool(found)
+    return any(not only_place or load_guest_settings().places for _, only_place in limits)
 
 
 def _print(report: Any) -> None:

@@ -27,13 +27,15 @@ class Limit:
     words: str
     source: str
     """The version and file in which this was read."""
-    unless: str = ""
-    """Another option; with it only the engine's start can tell."""
+    unless: tuple[str, ...] = ()
+    """Other options; with one of them only the engine's start can tell."""
+    only_place: bool = False
+    """True if the plugin starts in mode observe all the same."""
 
     def meets(self, flags: Mapping[str, Any]) -> bool:
         """Return True if a server with these flags is concerned."""
         value = flags.get(self.option)
-        if _is_on(flags.get(self.unless)):
+        if any(_is_on(flags.get(option)) for option in self.unless):
             return False
         if self.values:
             return isinstance(value, str) and value.startswith(self.values)
@@ -45,6 +47,8 @@ def _is_on(value: Any) -> bool:
     return value is not None and str(value).lower() not in _OFF
 
 
+_ROUTES_OWN = ("moe-a2a-backend", "moe-runner-backend")
+"""Options with which SGLang may route the tokens of each rank on that rank."""
 LIMITS: Mapping[str, tuple[Limit, ...]] = {
     "vllm": (
         Limit(
@@ -65,7 +69,8 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
             "LoRA adapters of experts do not follow the moves of mode place; --lora-target-modules"
             " can leave them out",
             "vLLM 0.32.0, lora/model_manager.py",
-            unless="lora-target-modules",
+            unless=("lora-target-modules",),
+            only_place=True,
         ),
         Limit(
             "quantization",
@@ -109,6 +114,29 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
             " calls need all ranks",
             "SGLang 0.5.23, elastic_ep/elastic_ep.py, model_executor/model_runner.py",
         ),
+        Limit(
+            "expert-distribution-recorder-mode",
+            ("per_pass", "per_token"),
+            "SGLang's scheduler ends at the first rebalance with another mode than stat or"
+            " stat_approx",
+            "SGLang 0.5.23, eplb/eplb_manager.py",
+            only_place=True,
+        ),
+        *(
+            Limit(
+                option,
+                (),
+                "without an all-to-all SGLang fills the batches of attention data parallelism up"
+                " to one length and counts what fills them; choose a --moe-a2a-backend",
+                source,
+                unless=_ROUTES_OWN,
+            )
+            for option, source in (
+                ("attn-dp-size", "SGLang 0.5.23, layers/moe/utils.py"),
+                ("attention-data-parallel-size", "SGLang 0.5.23, layers/moe/utils.py"),
+                ("enable-dp-attention", "SGLang 0.5.21, layers/moe/utils.py"),
+            )
+        ),
     ),
 }
 REQUIRED: Mapping[str, tuple[str, ...]] = {
@@ -118,21 +146,25 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
 """Options without which the engine has no balancer for the plugin to use."""
 
 
-def find_limits(engine: str, flags: Mapping[str, Any]) -> Iterator[str]:
-    """Yield in words why a server with these flags does not balance experts with the plugin.
+def find_limits(engine: str, flags: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield why a server with these flags does not balance experts with the plugin.
 
     Args:
         engine: vllm or sglang.
         flags: as `read_flags` returns them.
+
+    Yields:
+        (reason in words, True if the plugin starts in mode observe all the same).
     """
     for option in REQUIRED[engine]:
         if not _is_on(flags.get(option)):
-            yield f"--{option} is missing: without it the engine has no balancer (the plugin)"
+            words = f"--{option} is missing: without it the engine has no balancer (the plugin)"
+            yield words, False
     for limit in LIMITS[engine]:
         if limit.meets(flags):
             value = flags[limit.option]
             shown = "" if value is True else f" {value}"
-            yield f"--{limit.option}{shown}: {limit.words} ({limit.source})"
+            yield f"--{limit.option}{shown}: {limit.words} ({limit.source})", limit.only_place
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
