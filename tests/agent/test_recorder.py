@@ -298,7 +298,7 @@ def recorder_of(width, capacity=16):
 
 def test_a_step_arrives_with_all_that_was_said_of_it():
     kept, device = recorder_of(4)
-    counts = torch.tensor([[5, 1, 2, 4]], dtype=torch.int32)
+    counts = torch.tensor([[0, 5, 1, 2, 4]])[:, 1:]
     device.record(7, counts, epoch=2, tokens=12, phase=Phase.DECODE, compute_s=0.25)
     counts.zero_()  # The engine fills its counters again at once.
     device.record(8, counts, epoch=2, tokens=0, phase=Phase.PREFILL, dummy=True)

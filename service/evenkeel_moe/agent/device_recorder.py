@@ -8,7 +8,7 @@ expert are computed at once, on the engine's stream, before the map can change.
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import structlog
@@ -21,35 +21,32 @@ from evenkeel_moe.model.load import Phase
 _log = structlog.get_logger(__name__)
 _MAX_IN_FLIGHT = 8
 
-NoteT = TypeVar("NoteT")
+Deliver = Callable[[NDArray[np.int64]], None]
+"""Takes the (L, W) int64 counts of a step."""
 
 
-class StepCounts(Generic[NoteT]):
-    """Counts of one rank on their way to the host, each with a note of its step.
+class StepCounts:
+    """Counts of one rank on their way to the host.
 
     Args:
         num_logical_experts: E.
-        deliver: receives (note, (L, W) int64 counts) of every step, in order, on the engine's
-            thread.
     """
 
-    def __init__(
-        self, num_logical_experts: int, deliver: Callable[[NoteT, NDArray[np.int64]], None]
-    ) -> None:
+    def __init__(self, num_logical_experts: int) -> None:
         self._experts = num_logical_experts
-        self._deliver = deliver
-        self._in_flight: deque[tuple[NoteT, Tensor, Any]] = deque()
+        self._in_flight: deque[tuple[Deliver, Tensor, Any]] = deque()
         self._free: list[Tensor] = []
         self._failures = 0
 
-    def take(self, note: NoteT, counts: Tensor, phy2log: Tensor | None) -> None:
+    def take(self, counts: Tensor, phy2log: Tensor | None, deliver: Deliver) -> None:
         """Take the counts of one step, in the stream that computed them.
 
         Args:
-            note: the facts about the step.
             counts: (L, W) integer [tokens] - by slot, or by whatever the recorder wants.
             phy2log: (L, W) map of the step, -1 for an empty slot: sums by expert are delivered.
                 None delivers the counts as they are.
+            deliver: called with the counts once they are on the host, on the engine's thread and in
+                the order of the steps.
         """
         if phy2log is None:
             # A copy, because the engine fills its own tensor again in the next step.
@@ -57,7 +54,7 @@ class StepCounts(Generic[NoteT]):
         else:
             wanted = self._sum_by_expert(counts, phy2log)
         if wanted.device.type == "cpu":
-            self._deliver(note, wanted.numpy())
+            deliver(wanted.numpy())
             return
         if self._free:
             host = self._free.pop()
@@ -66,20 +63,20 @@ class StepCounts(Generic[NoteT]):
         host.copy_(wanted, non_blocking=True)
         event: Any = torch.Event()
         event.record()
-        self._in_flight.append((note, host, event))
+        self._in_flight.append((deliver, host, event))
         self.pick_up(wait=len(self._in_flight) > _MAX_IN_FLIGHT)
 
     def pick_up(self, *, wait: bool = False) -> None:
         """Deliver the copies that have arrived; with `wait`, wait for the oldest one."""
         while self._in_flight:
-            note, host, event = self._in_flight[0]
+            deliver, host, event = self._in_flight[0]
             if wait:
                 event.synchronize()
                 wait = False
             elif not event.query():
                 return
             self._in_flight.popleft()
-            self._deliver(note, host.numpy().copy())
+            deliver(host.numpy().copy())
             self._free.append(host)
 
     def drain(self) -> None:
@@ -120,9 +117,7 @@ class DeviceRecorder:
 
     def __init__(self, record: Callable[..., None], num_logical_experts: int) -> None:
         self._record = record
-        self._counts: StepCounts[Callable[[NDArray[np.int64]], None]] = StepCounts(
-            num_logical_experts, lambda deliver, arrived: deliver(arrived)
-        )
+        self._counts = StepCounts(num_logical_experts)
 
     def record(
         self,
@@ -161,7 +156,7 @@ class DeviceRecorder:
             )
 
         try:
-            self._counts.take(deliver, counts, phy2log)
+            self._counts.take(counts, phy2log, deliver)
         except Exception:  # Statistics must not end a step.
             self._counts.failed(step)
 

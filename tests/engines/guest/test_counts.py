@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from evenkeel_moe.agent.device_recorder import StepCounts
 from evenkeel_moe.engines.guest.counts import StepNote, count_once, record_step
 from evenkeel_moe.model.load import Phase
 
@@ -44,13 +42,3 @@ def test_a_dummy_step_is_recorded_without_tokens(dummy, factor):
     [((step, recorded), named)] = told
     assert step == 7 and np.array_equal(recorded, factor * counts)
     assert (named["tokens"], named["dummy"], named["epoch"]) == (factor * 6, dummy, 2)
-
-
-def test_the_engine_may_fill_its_own_counter_again():
-    seen = []
-    counts = StepCounts(3, lambda note, values: seen.append(values))
-    own = torch.tensor([[5, 1, 2, 4]])
-    for view in (own, own[:, 1:3]):
-        counts.take(StepNote(0, 0, False, None), view, None)
-    own.zero_()
-    assert [values.tolist() for values in seen] == [[[5, 1, 2, 4]], [[1, 2]]]

@@ -56,9 +56,6 @@ class Guest(EngineGuest):
     _plan_group: Any = None
     _expert_calls: Any = None
 
-    def _deliver(self, note, counts):
-        del note, counts
-
 
 def test_a_rank_that_cannot_read_its_engine_is_heard_before_any_other_message():
     guest, sent = Guest(toy_settings()), []

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.agent.agent import Agent
-from evenkeel_moe.agent.device_recorder import StepCounts
 from evenkeel_moe.engines.guest.expert_times import Seconds, unknown
 from evenkeel_moe.model.load import Phase
 
@@ -23,10 +22,6 @@ class StepNote:
     seconds: Seconds = unknown
     """Returns the seconds of this rank's routed experts, which compute tokens of others in a dummy
     step."""
-
-
-GuestCounts = StepCounts[StepNote]
-"""Counts of one rank on their way to the host."""
 
 
 def count_once(

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.device_recorder import StepCounts
 from evenkeel_moe.agent.engine_moves import EngineMoves, HostEngine, Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, make_guest
-from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote
 from evenkeel_moe.engines.guest.expert_times import (
     ExpertCall,
     ExpertTimes,
@@ -71,7 +71,7 @@ class EngineGuest(HostEngine, ABC):
         self._at_exit: Finalize | None = None
         self._left: list[tuple[Agent, EngineMoves]] = []
         """Closed agents, with communicators that are still open, and their moves."""
-        self._counts: GuestCounts | None = None
+        self._counts: StepCounts | None = None
         self._times: ExpertTimes | None = None
         """None if the seconds of the experts are not measured."""
         self._top_k = 1
@@ -120,10 +120,6 @@ class EngineGuest(HostEngine, ABC):
         """Return the engine's CPU group over which the ranks agree."""
 
     @abstractmethod
-    def _deliver(self, note: StepNote, counts: NDArray[np.int64]) -> None:
-        """Record the counts of one step."""
-
-    @abstractmethod
     def _expert_calls(self) -> Sequence[ExpertCall]:
         """Return the function that computes the experts of each layer.
 
@@ -166,7 +162,7 @@ class EngineGuest(HostEngine, ABC):
             )
 
         self._top_k = shape.top_k
-        self._counts = GuestCounts(shape.num_logical_experts, self._deliver)
+        self._counts = StepCounts(shape.num_logical_experts)
         self.agent = together(self, "start an agent", make, Agent.close)
         self._tell_kv_cache()
         # Engines run a rank in a child process, which ends without atexit's functions.
@@ -210,7 +206,7 @@ class EngineGuest(HostEngine, ABC):
         """Return the seconds of the step that ended; called once for each step."""
         return unknown if self._times is None else self._times.end_step()
 
-    def _count(self, step: int, take: Callable[[GuestCounts], None]) -> None:
+    def _count(self, step: int, take: Callable[[StepCounts], None]) -> None:
         """Count one step; an error costs telemetry, never the step or a poll of the gate (R9)."""
         counts = self._counts
         if counts is None:

@@ -1,6 +1,7 @@
 """One rank's guest in SGLang: reports counts, delivers plans, and watches the EPLB manager."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.device_recorder import StepCounts
 from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts
 from evenkeel_moe.engines.guest.collective_start import protect_engine, require_plugin_in_group
-from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
+from evenkeel_moe.engines.guest.counts import StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall, Seconds
 from evenkeel_moe.engines.guest.guards import Unsupported, refuse_differences
@@ -232,7 +234,7 @@ class SglangGuest(EngineGuest):
     def _take(
         self,
         agent: Agent,
-        counts: GuestCounts,
+        counts: StepCounts,
         step: int,
         by_slot: Tensor | None,
         seconds: Seconds,
@@ -246,14 +248,15 @@ class SglangGuest(EngineGuest):
             held = access.metadata().physical_to_logical_map
             phy2log = held[self._layers_on(held.device)].to(by_slot.device)
             own = own or is_health_check(self._rids)
-            counts.take(StepNote(step, agent.epoch, own, self._tokens, seconds), by_slot, phy2log)
+            note = StepNote(step, agent.epoch, own, self._tokens, seconds)
+            counts.take(by_slot, phy2log, partial(self._deliver, agent, note))
             return
         # While layers are switched one by one, the slots follow no single epoch's map. The step
         # is then reported as a dummy. A health check of one rank is not: the slots of this rank
         # got tokens of the other ranks too.
         mixed = self.moves.move is not None
         note = StepNote(step, agent.epoch, own or mixed, self._tokens, seconds)
-        counts.take(note, by_slot[:, self._local], None)
+        counts.take(by_slot[:, self._local], None, partial(self._deliver, agent, note))
 
     def _layers_on(self, device: torch.device) -> Tensor:
         """Return the (L,) int64 MoE layers; cached, because the copy to a device waits."""
@@ -386,10 +389,8 @@ class SglangGuest(EngineGuest):
     def _map(self) -> NDArray[np.int64]:
         return self._rows.moe(access.metadata().physical_to_logical_map_cpu.numpy())
 
-    def _deliver(self, note: StepNote, counts: NDArray[np.int64]) -> None:
-        agent = self.agent
-        if agent is None:
-            return
+    def _deliver(self, agent: Agent, note: StepNote, counts: NDArray[np.int64]) -> None:
+        """Record the counts of one pass."""
         tokens = note.prepared_tokens
         if self._side is CountingSide.SOURCE:
             tokens = int(counts[0].sum()) // self._top_k

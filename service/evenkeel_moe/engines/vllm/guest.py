@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from evenkeel_moe.agent.agent import Agent
+from evenkeel_moe.agent.device_recorder import Deliver, StepCounts
 from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import GateFailed, RankLink
 from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, Former, agree_on_former
 from evenkeel_moe.engines.guest.collective_start import require_plugin_in_group
-from evenkeel_moe.engines.guest.counts import GuestCounts, StepNote, count_once, record_step
+from evenkeel_moe.engines.guest.counts import StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall
 from evenkeel_moe.engines.guest.plan_agreement import map_digest
@@ -344,7 +346,8 @@ class VllmGuest(EngineGuest):
             )
         is_dummy, seconds = dummy or self._warming_up, self._end_step()
         note = StepNote(self._step, agent.epoch, is_dummy, self._prepared, seconds)
-        self._count(note.step, lambda counts: self._take_counts(counts, note, model_state))
+        deliver = partial(self._deliver, agent, note)
+        self._count(note.step, lambda counts: self._take_counts(counts, model_state, deliver))
         self._prepared = None
         self._step += 1
         self.weights_loaded()
@@ -356,13 +359,13 @@ class VllmGuest(EngineGuest):
         self._begin_step()
 
     def _take_counts(
-        self, counts: GuestCounts, note: StepNote, model_state: VllmModelState
+        self, counts: StepCounts, model_state: VllmModelState, deliver: Deliver
     ) -> None:
         counted = model_state.expert_load_pass
         if self._side is CountingSide.SOURCE:
-            counts.take(note, counted, model_state.physical_to_logical_map)
+            counts.take(counted, model_state.physical_to_logical_map, deliver)
         else:
-            counts.take(note, counted[:, self._slots], None)
+            counts.take(counted[:, self._slots], None, deliver)
 
     def _set_trigger(self) -> None:
         """Make vLLM's counter reach its interval at the agreed step, and only then."""
@@ -555,10 +558,8 @@ class VllmGuest(EngineGuest):
 
     # --- EngineGuest ------------------------------------------------------------------------------
 
-    def _deliver(self, note: StepNote, counts: NDArray[np.int64]) -> None:
-        agent = self.agent
-        if agent is None:
-            return
+    def _deliver(self, agent: Agent, note: StepNote, counts: NDArray[np.int64]) -> None:
+        """Record the counts of one step."""
         tokens, batch = int(counts[0].sum()) // self._top_k, note.prepared_tokens
         if self._side is CountingSide.DESTINATION:
             if batch is None and not note.dummy:
