@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import structlog
-from numpy.typing import NDArray
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.agent.ports import LinkListener
@@ -56,10 +55,10 @@ class RecordLink:
         self._start_unix = (unix or SystemClock().unix)()
         self._listener: LinkListener | None = None
         self._hello: Hello | None = None
-        self._steps: list[NDArray[np.int64]] = []
-        self._counts: list[NDArray[np.integer]] = []
+        self._reports: list[LoadReport] = []
+        """Those with steps that wait for the next file."""
         self._waiting = 0
-        self._newest: LoadReport | None = None
+        """Their steps."""
         self._began_s = 0.0
         self._files: deque[tuple[Path, int]] = deque()
 
@@ -81,9 +80,7 @@ class RecordLink:
         if not isinstance(message, LoadReport) or self._listener is None:
             return
         if len(message.steps):
-            self._newest = message
-            self._steps.append(message.steps["step"].astype(np.int64))
-            self._counts.append(message.counts)
+            self._reports.append(message)
             self._waiting += len(message.steps)
         late = self._clock() - self._began_s >= _FILE_S
         if self._waiting >= _FILE_STEPS or late:
@@ -97,17 +94,17 @@ class RecordLink:
 
     def _write(self) -> None:
         """Write what waits to a file; what cannot be written is lost, and logged."""
-        report = self._newest
-        if report is None or self._hello is None or not self._waiting:
+        reports, self._reports, self._waiting = self._reports, [], 0
+        if self._hello is None or not reports:
             return
-        steps, counts = np.concatenate(self._steps), np.concatenate(self._counts).astype(np.int64)
-        self._steps, self._counts, self._waiting = [], [], 0
         self._began_s = self._clock()
-        shape = self._hello.shape
-        rank, began = int(report.rank), self._start_unix
+        steps = np.concatenate([report.steps["step"] for report in reports]).astype(np.int64)
+        counts = np.concatenate([report.counts for report in reports]).astype(np.int64)
+        shape, newest = self._hello.shape, reports[-1]
+        rank, began = int(newest.rank), self._start_unix
         load = RecordedLoad(rank, shape.num_ranks, shape.top_k, steps, counts, began)
         try:
-            path = write_recorded(self._folder, str(report.generation), load)
+            path = write_recorded(self._folder, str(newest.generation), load)
         except InvalidInput as error:
             _log.error("recording_failed", steps=len(steps), detail=str(error))
             return

@@ -22,26 +22,11 @@ def cpu_group() -> Any:
     return state.get_world_group().cpu_group
 
 
-def moe_config() -> Any:
-    """Return the options of MoE layers."""
-    return importlib.import_module(CONTEXT).get_exec().moe
+def context() -> Any:
+    """Return the module with the options of the server and the sizes of its groups."""
+    return importlib.import_module(CONTEXT)
 
 
 def routes_own_tokens() -> bool:
     """Return True if this rank routes a part of the tokens, False if every rank routes all."""
     return bool(importlib.import_module(MOE).is_moe_input_scattered_across_dp_ranks())
-
-
-def parallel() -> Any:
-    """Return the sizes of the groups and this rank's positions in them."""
-    return importlib.import_module(CONTEXT).get_parallel()
-
-
-def watchdog_s() -> float:
-    """Return the seconds after which SGLang ends a server that is still at the same pass."""
-    return float(importlib.import_module(CONTEXT).get_device().watchdog_timeout)
-
-
-def serving() -> Any:
-    """Return the options of the server."""
-    return importlib.import_module(CONTEXT).get_serving()

@@ -100,10 +100,12 @@ class SglangGuest(EngineGuest):
 
     def _start(self) -> None:
         self._refuse_unsupported()
-        limit_s = _WATCHDOG_PART * access.watchdog_s()
+        context = access.context()
+        # After this time SGLang ends a server that is still at the same pass.
+        limit_s = _WATCHDOG_PART * float(context.get_device().watchdog_timeout)
         if self.settings.group_timeout_s > limit_s:
             self.settings = self.settings.model_copy(update={"group_timeout_s": limit_s})
-        parallel = access.parallel()
+        parallel = context.get_parallel()
         if parallel.dp_size > 1 and parallel.attn_dp_size == 1:
             replica = f"replica {parallel.dp_rank} of {parallel.dp_size}"
             self.settings = settings_of_part(self.settings, f"dp{parallel.dp_rank}", replica)
@@ -118,7 +120,7 @@ class SglangGuest(EngineGuest):
                 initial_placement(metadata, self._rows),
                 SlotWeights(lambda layer: self._weights[self._rows.layer_ids[layer]]),
                 device,
-                dispatch=dispatcher(access.moe_config()),
+                dispatch=dispatcher(context.get_exec().moe),
                 side=self._side,
                 probe=SglangProbe(self._expert_calls, rank, shape.slots_per_rank, device),
                 slots_stay_filled=True,  # SGLang's maps hold an expert in every slot.
@@ -138,7 +140,8 @@ class SglangGuest(EngineGuest):
                 f"{world} ranks, of which {ranks} share experts: SGLang moves experts"
                 " over all ranks, so this plugin needs both numbers to be equal"
             )
-        moe, attention = access.moe_config(), int(access.parallel().attn_dp_size)
+        context = access.context()
+        moe, attention = context.get_exec().moe, int(context.get_parallel().attn_dp_size)
         if moe.elastic_ep_backend is not None:
             raise Unsupported(
                 "SGLang runs with elastic expert parallelism"
@@ -181,7 +184,7 @@ class SglangGuest(EngineGuest):
         self._rows = MoeRows(tuple(self._weights))
         self._routes_own = access.routes_own_tokens()
         self._side = counting_side(access.recorder()._single_pass_gatherers["primary"])
-        self._warm_up = WarmUp(expected=not access.serving().skip_server_warmup)
+        self._warm_up = WarmUp(expected=not access.context().get_serving().skip_server_warmup)
         return shape
 
     def pool_allocated(self, runner: Any) -> None:
@@ -396,13 +399,13 @@ class SglangGuest(EngineGuest):
             tokens = int(counts[0].sum()) // self._top_k
             if not self._routes_own:  # All ranks route the same tokens and add up their outputs.
                 counts, tokens = count_once(counts, tokens, tokens, _distributed.get_rank())
-        elif access.parallel().attn_tp_rank:
+        elif access.context().get_parallel().attn_tp_rank:
             tokens = 0  # The first rank of its attention group reports their batch.
         if tokens is not None:
             record_step(agent, note, counts, tokens, self.settings.phase)
 
     def _expert_calls(self) -> Sequence[ExpertCall]:
-        model, moe = self.manager._get_model(), access.moe_config()
+        model, moe = self.manager._get_model(), access.context().get_exec().moe
         return expert_calls(model, list(routed_weights(model)), str(moe.moe_a2a_backend))
 
     def _plan_group(self) -> Any:
