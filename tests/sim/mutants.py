@@ -490,7 +490,7 @@ class ReloadsDuringMoves(EngineMoves):
 
     def begin_reload(self):
         self._agent.request_reload()
-        self._reloading = True
+        self.reloading = True
 
 
 class GoesOnArmed(Agent):

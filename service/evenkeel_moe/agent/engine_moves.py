@@ -144,19 +144,16 @@ class EngineMoves(ExpertMoves):
         self._engine = engine
         self._stall_after_s = stall_after_s
         self._stall_after_steps = stall_after_steps
-        self._move: Move | None = None
-        self._reloading = False
+        self.move: Move | None = None
+        """The wave that the engine carries out; None between waves."""
+        self.reloading = False
+        """True from `begin_reload` to `end_reload`."""
 
     # --- moves, called by the engine --------------------------------------------------------------
 
-    @property
-    def move(self) -> Move | None:
-        """The wave that the engine carries out; None between waves."""
-        return self._move
-
     def layer_switched(self, layer: int, seconds: float = 0.0) -> None:
         """Note that the engine switched a layer, which delayed the step by `seconds`."""
-        move, agent = self._move, self._agent
+        move, agent = self.move, self._agent
         if move is None:
             return
         move.quiet_since_s, move.quiet_steps = agent.now(), 0
@@ -177,7 +174,7 @@ class EngineMoves(ExpertMoves):
         Args:
             phy2log: (L, S) the map the engine now routes by; every layer is whole.
         """
-        move, agent = self._move, self._agent
+        move, agent = self.move, self._agent
         if move is None:
             return
         if not np.array_equal(phy2log, move.placement.phy2log):
@@ -187,7 +184,7 @@ class EngineMoves(ExpertMoves):
         # The engine's last copies may still be pending in the stream of this thread.
         copied = mark_queued(self._device)
         agent.later(lambda: self._verify(move.placement, move.layers, copied))
-        self._move = self.moved_to = None
+        self.move = self.moved_to = None
         agent.move_ended(move.ready, move.layers, move.longest_s)
 
     def _end_elsewhere(self, move: Move, phy2log: NDArray[np.int32]) -> None:
@@ -218,7 +215,7 @@ class EngineMoves(ExpertMoves):
             return
         _log.error("move_given_up", deployment=config.identity.deployment, detail=why)
         self._faults.end(FaultEnd.MOVE)
-        self._move = self.moved_to = None
+        self.move = self.moved_to = None
         self._agent.follow_engine(found, ParticipantState.SWAPPING)
 
     def _differences(self, facts: dict[str, str]) -> list[str]:
@@ -252,11 +249,6 @@ class EngineMoves(ExpertMoves):
 
     # --- other weights, called by the engine ------------------------------------------------------
 
-    @property
-    def reloading(self) -> bool:
-        """True from `begin_reload` to `end_reload`."""
-        return self._reloading
-
     def end_move(self) -> None:
         """End the move under way, so that no bytes are in flight until the next boundary.
 
@@ -267,7 +259,7 @@ class EngineMoves(ExpertMoves):
             GateFailed: see `Agent.step_boundary`.
         """
         agent = self._agent
-        move = "" if self._move is None else str(self._move.wave)
+        move = "" if self.move is None else str(self.move.wave)
         try:
             differences = self._differences({"map": agent.placement.digest, "move": move})
         except Unavailable as error:
@@ -280,11 +272,11 @@ class EngineMoves(ExpertMoves):
         """End the move on this rank; the engine's own part is collective."""
         agent = self._agent
         agent.resolve_poll()
-        if self._move is not None:
-            self._engine.finish(self._move)
-        if self._move is not None:
+        if self.move is not None:
+            self._engine.finish(self.move)
+        if self.move is not None:
             why = self._faults.why or "it hangs"
-            raise Unavailable(f"{self._move.wave.plan_id} cannot end: {why}")
+            raise Unavailable(f"{self.move.wave.plan_id} cannot end: {why}")
         # What was copied is compared with the checksums of the present weights.
         if not agent.wait_until_idle(self._config.gate_timeout_s):
             raise Unavailable("the check of the copied experts takes too long")
@@ -297,17 +289,17 @@ class EngineMoves(ExpertMoves):
         Raises:
             Unavailable, GateFailed: see `end_move`. Do not load the weights then.
         """
-        if self._reloading:
+        if self.reloading:
             return
         self.end_move()
         if not self._agent.request_reload().is_set():
             raise Unavailable("a wave is under way at the gate")
-        self._reloading = True
+        self.reloading = True
 
     def end_reload(self) -> None:
         """Register the weights that are in the slots now; collective as `end_move`."""
-        if self._reloading:
-            self._reloading = False
+        if self.reloading:
+            self.reloading = False
             self._agent.finish_reload(self._participant.weights_version + 1)
 
     # --- ExpertMoves, called by the agent ---------------------------------------------------------
@@ -342,16 +334,16 @@ class EngineMoves(ExpertMoves):
 
     def is_moving(self) -> bool:
         """Watch the move under way; without one, follow what the engine changed by itself."""
-        if self._move is not None:
-            self._watch(self._move)
+        if self.move is not None:
+            self._watch(self.move)
         elif self.moved_to is not None:
             self._follow_engine()
-        return self._move is not None
+        return self.move is not None
 
     def carry_out(self, ready: ReadyWave, placement: Placement, layers: tuple[int, ...]) -> bool:
         """Hand the wave to the engine: the commit point has passed."""
-        self._move = Move(ready.wave, placement, layers, ready, quiet_since_s=self._agent.now())
-        self._engine.begin(self._move)
+        self.move = Move(ready.wave, placement, layers, ready, quiet_since_s=self._agent.now())
+        self._engine.begin(self.move)
         return False
 
     def _watch(self, move: Move) -> None:

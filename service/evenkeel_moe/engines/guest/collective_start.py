@@ -1,27 +1,19 @@
-"""Starts no guest unless all ranks run the plugin, and keeps its errors away from the engine."""
+"""Starts no guest unless all ranks run the plugin."""
 
 import itertools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 import torch.distributed
 
-from evenkeel_moe.agent.agent import Agent
-from evenkeel_moe.agent.ports import GateFailed
 from evenkeel_moe.errors import Unavailable
 
 _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
 _MARGIN_S = 10.0
 _calls = itertools.count()
-
-
-class _Guest(Protocol):
-    @property
-    def agent(self) -> Agent | None: ...
 
 
 class RollCall:
@@ -106,24 +98,3 @@ def require_plugin_in_group(group: Any, timeout_s: float) -> None:
         return
     name = f"evenkeel/roll-call/{first}/{next(_calls)}"
     RollCall(store, name, group.rank(), group.size()).require_all(timeout_s)
-
-
-@contextmanager
-def protect_engine(guest: _Guest, hook: str) -> Iterator[None]:
-    """Keep errors of plugin code inside an engine function away from the engine.
-
-    After an error this rank takes no more plans; the engine goes on.
-
-    Raises:
-        GateFailed: the one error that must end the engine; see `Agent.step_boundary`.
-    """
-    try:
-        yield
-    except GateFailed:
-        raise
-    except Exception as error:
-        agent = guest.agent
-        if agent is None or not agent.trouble:
-            _log.exception("hook_failed", hook=hook)
-        if agent is not None:
-            agent.disable_migration(f"the plugin failed in {hook}: {error!r:.200}")

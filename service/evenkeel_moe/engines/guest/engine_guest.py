@@ -5,7 +5,8 @@ A guest counts the tokens of each step, and gives the engine's own balancer the 
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from evenkeel_moe.agent.agent import Agent
 from evenkeel_moe.agent.device_recorder import StepCounts
 from evenkeel_moe.agent.engine_moves import EngineMoves, HostEngine, Move
-from evenkeel_moe.agent.ports import RankLink
+from evenkeel_moe.agent.ports import GateFailed, RankLink
 from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, make_guest
 from evenkeel_moe.engines.guest.expert_times import (
@@ -108,6 +109,26 @@ class EngineGuest(HostEngine, ABC):
     def _tell_kv_cache(self) -> None:
         if self.agent is not None and self._kv_cache is not None:
             self.agent.tell(self._kv_cache)
+
+    @contextmanager
+    def protect_engine(self, hook: str) -> Iterator[None]:
+        """Keep errors of plugin code inside an engine function away from the engine.
+
+        After an error this rank takes no more plans; the engine goes on.
+
+        Raises:
+            GateFailed: the one error that must end the engine; see `Agent.step_boundary`.
+        """
+        try:
+            yield
+        except GateFailed:
+            raise
+        except Exception as error:
+            agent = self.agent
+            if agent is None or not agent.trouble:
+                _log.exception("hook_failed", hook=hook)
+            if agent is not None:
+                agent.disable_migration(f"the plugin failed in {hook}: {error!r:.200}")
 
     def close(self) -> None:
         """End the agent and its communicators: this rank's engine has ended."""

@@ -8,7 +8,6 @@ from typing import Generic, TypeVar
 import structlog
 
 from evenkeel_moe.agent.ports import RankLink
-from evenkeel_moe.engines.guest.collective_start import protect_engine
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.settings import GuestSettings, load_guest_settings
 from evenkeel_moe.errors import EvenkeelError
@@ -48,9 +47,9 @@ class EnginePlugin(Generic[_GuestT]):
         return guest
 
     def _notify(self, hook: str, tell: Callable[[_GuestT], object]) -> None:
-        """Call the guest from inside an engine function; see `protect_engine`."""
+        """Call the guest from inside an engine function; see `EngineGuest.protect_engine`."""
         if (guest := self.guest) is not None:
-            with protect_engine(guest, hook):
+            with guest.protect_engine(hook):
                 tell(guest)
 
     def _report_installed(self, engine: str) -> None:

@@ -17,7 +17,7 @@ from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts
-from evenkeel_moe.engines.guest.collective_start import protect_engine, require_plugin_in_group
+from evenkeel_moe.engines.guest.collective_start import require_plugin_in_group
 from evenkeel_moe.engines.guest.counts import StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall, Seconds
@@ -284,7 +284,7 @@ class SglangGuest(EngineGuest):
             yield from self.manager.rebalance()
             if self.moves.move is not None:
                 self.agreement.end()
-                with protect_engine(self, "EPLBManager.rebalance"):
+                with self.protect_engine("EPLBManager.rebalance"):
                     self.moves.move_finished(self._map())
 
     def plan(self, steps: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -11,7 +11,6 @@ from typing import Any
 import structlog
 
 from evenkeel_moe.agent.ports import GateFailed
-from evenkeel_moe.engines.guest.collective_start import protect_engine
 from evenkeel_moe.engines.sglang.guest import SglangGuest
 from evenkeel_moe.engines.sglang.hooks import RUNNER_UPDATER, SCHEDULER_UPDATER
 from evenkeel_moe.errors import Unavailable
@@ -100,5 +99,5 @@ def _try_to_begin(guest: SglangGuest | None, event: str = "weights_refused") -> 
 
 def _end(guest: SglangGuest | None) -> None:
     if guest is not None:
-        with protect_engine(guest, "an update of weights"):
+        with guest.protect_engine("an update of weights"):
             guest.weights_loaded()

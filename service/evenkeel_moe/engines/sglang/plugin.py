@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from evenkeel_moe.agent.ports import RankLink
-from evenkeel_moe.engines.guest.collective_start import protect_engine
 from evenkeel_moe.engines.guest.guards import check_version, refuse_differences
 from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
 from evenkeel_moe.engines.guest.settings import GuestSettings
@@ -95,15 +94,15 @@ class SglangPlugin(EnginePlugin[SglangGuest]):
         if manager is None:
             return
         guest = self.guest_of(manager)
-        with protect_engine(guest, "alloc_memory_pool"):
+        with guest.protect_engine("alloc_memory_pool"):
             guest.pool_allocated(runner)
 
     def _around_pass_end(self, original: Callable[[Any], None], manager: Any) -> None:
         guest = self.guest_of(manager)
-        with protect_engine(guest, "on_forward_pass_end"):
+        with guest.protect_engine("on_forward_pass_end"):
             guest.boundary()
         original(manager)
-        with protect_engine(guest, "on_forward_pass_end"):
+        with guest.protect_engine("on_forward_pass_end"):
             guest.settle()
 
     def _around_entrypoint(

@@ -12,7 +12,6 @@ from evenkeel_moe.engines.guest.guards import (
     compare_fields,
     compare_parts,
     compare_signatures,
-    refuse_differences,
     report_of,
 )
 
@@ -55,7 +54,7 @@ _PARTS: Parts = {
     CONFIG: {"": {"get_current_vllm_config": ""}},
     WORKERS: {"WorkerWrapperBase": {"initialize_from_config": "self kv_cache_configs"}},
 }
-_ELASTIC_PARTS: Parts = {
+ELASTIC_PARTS: Parts = {
     ELASTIC: {
         "ElasticEPScalingExecutor": {
             "commit_scale_up": "self is_existing_worker",
@@ -89,15 +88,6 @@ _OF_A_WORKER = {
     "discard": "self tags",
 }
 """The warm-up of a worker, and all its functions that replace weights."""
-
-
-def check_elastic() -> None:
-    """Compare the part of vLLM that changes the number of ranks.
-
-    Raises:
-        Unsupported: it differs from the versions that this plugin was written for.
-    """
-    refuse_differences(compare_parts(_ELASTIC_PARTS))
 
 
 def worker_functions(version: str, worker: type | None = None) -> Mapping[str, str]:

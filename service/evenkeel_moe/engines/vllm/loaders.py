@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from evenkeel_moe.engines.guest.collective_start import protect_engine
 from evenkeel_moe.engines.guest.guards import compare_signatures, refuse_differences
 from evenkeel_moe.engines.vllm.guest import VllmGuest
 from evenkeel_moe.engines.vllm.hooks import WARM_UP
@@ -45,14 +44,14 @@ def watch_worker(worker: Any, guest: VllmGuest, functions: Mapping[str, str]) ->
         guest.warm_up_began()
 
     def warm(*_: Any, **__: Any) -> None:
-        with protect_engine(guest, WARM_UP):
+        with guest.protect_engine(WARM_UP):
             guest.warm_up_ended()
 
     def begins(*_: Any, **__: Any) -> None:
         guest.before_weights()
 
     def ended(*_: Any, **__: Any) -> None:
-        with protect_engine(guest, "a reload of weights"):
+        with guest.protect_engine("a reload of weights"):
             guest.weights_loaded()
 
     def sleeps(level: int = 1, *_: Any, **__: Any) -> None:

@@ -11,19 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 from evenkeel_moe.agent.ports import RankLink
-from evenkeel_moe.engines.guest.collective_start import protect_engine
-from evenkeel_moe.engines.guest.guards import check_version, refuse_differences
+from evenkeel_moe.engines.guest.guards import check_version, compare_parts, refuse_differences
 from evenkeel_moe.engines.guest.plugin import EnginePlugin, register_guest, timed
 from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.engines.vllm import hooks
 from evenkeel_moe.engines.vllm.guest import VllmGuest
 from evenkeel_moe.engines.vllm.hooks import (
     ELASTIC,
+    ELASTIC_PARTS,
     GROUPS,
     POLICIES,
     STATE,
     WORKERS,
-    check_elastic,
     worker_functions,
 )
 from evenkeel_moe.engines.vllm.kv_cache import read_kv_cache
@@ -84,7 +83,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         ) -> None:
             add_model(state, model, model_config, *name, **named)
             guest = self._guest_of(state)
-            with protect_engine(guest, "EplbState.add_model"):
+            with guest.protect_engine("EplbState.add_model"):
                 if not is_draft(model_config, *name, **named) and not guest.joined:
                     model_state = state.model_states[model_config.compute_hash()]
                     guest.join(model_state, self._policy, self._wrap_resize)
@@ -117,7 +116,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         ) -> None:
             guest = self.find_guest(state)
             if guest is not None and not is_profile:
-                with protect_engine(guest, "EplbState.step"):
+                with guest.protect_engine("EplbState.step"):
                     guest.before_step(dummy=is_dummy)
             step(state, is_dummy, is_profile, log_stats)
 
@@ -135,7 +134,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
                 guest.rearranging()
             answer = rearrange(state, is_profile, rank_mapping, use_last_expert_load)
             if guest is not None and not is_profile:
-                with protect_engine(guest, "EplbState.rearrange"):
+                with guest.protect_engine("EplbState.rearrange"):
                     guest.rearranged()
             return answer
 
@@ -157,14 +156,14 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         owner = importlib.import_module(ELASTIC).ElasticEPScalingExecutor
         if hasattr(owner, _INSTALLED):
             return
-        check_elastic()
+        refuse_differences(compare_parts(ELASTIC_PARTS))
         grow, shrink = owner.commit_scale_up, owner.commit_scale_down
 
         @functools.wraps(grow)
         def leave_and_grow(executor: Any, is_existing_worker: bool) -> None:
             guest = self.find_guest(executor.worker.model_runner.eplb_state)
             if guest is not None and is_existing_worker:
-                with protect_engine(guest, "commit_scale_up"):
+                with guest.protect_engine("commit_scale_up"):
                     guest.leave()
             grow(executor, is_existing_worker)
 
@@ -172,7 +171,7 @@ class VllmPlugin(EnginePlugin[VllmGuest]):
         def leave_and_shrink(executor: Any, new_dp_size: int, removing: bool) -> None:
             guest = self.find_guest(executor.worker.model_runner.eplb_state)
             if guest is not None:
-                with protect_engine(guest, "commit_scale_down"):
+                with guest.protect_engine("commit_scale_down"):
                     guest.leave()
             shrink(executor, new_dp_size, removing)
             if guest is not None and not removing:
