@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from evenkeel_moe.agent.agent import Agent
-from evenkeel_moe.agent.device_recorder import Deliver, StepCounts
+from evenkeel_moe.agent.device_recorder import StepCounts
 from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.agent.ports import GateFailed, RankLink
 from evenkeel_moe.agent.together import together
@@ -347,7 +347,15 @@ class VllmGuest(EngineGuest):
         is_dummy, seconds = dummy or self._warming_up, self._end_step()
         note = StepNote(self._step, agent.epoch, is_dummy, self._prepared, seconds)
         deliver = partial(self._deliver, agent, note)
-        self._count(note.step, lambda counts: self._take_counts(counts, model_state, deliver))
+
+        def take(counts: StepCounts) -> None:
+            counted = model_state.expert_load_pass
+            if self._side is CountingSide.SOURCE:
+                counts.take(counted, model_state.physical_to_logical_map, deliver)
+            else:
+                counts.take(counted[:, self._slots], None, deliver)
+
+        self._count(note.step, take)
         self._prepared = None
         self._step += 1
         self.weights_loaded()
@@ -357,15 +365,6 @@ class VllmGuest(EngineGuest):
             if self.places:
                 self._set_trigger()
         self._begin_step()
-
-    def _take_counts(
-        self, counts: StepCounts, model_state: VllmModelState, deliver: Deliver
-    ) -> None:
-        counted = model_state.expert_load_pass
-        if self._side is CountingSide.SOURCE:
-            counts.take(counted, model_state.physical_to_logical_map, deliver)
-        else:
-            counts.take(counted[:, self._slots], None, deliver)
 
     def _set_trigger(self) -> None:
         """Make vLLM's counter reach its interval at the agreed step, and only then."""
@@ -403,8 +402,7 @@ class VllmGuest(EngineGuest):
         if np.array_equal(read_map(model_state), answer):
             return
         _log.info("rearranged_without_vllm", detail="vLLM left the plan out: its gain is too small")
-        group = self._groups.get_ep_group().device_group
-        move_experts(model_state, answer, self._engine, group)
+        move_experts(model_state, answer, self._engine, self._group.device_group)
 
     def concerns(self, layers: int, slots: int) -> bool:
         """Return True if the agent runs and a map of this size is the target model's."""
