@@ -158,7 +158,6 @@ class Agent:
         self._worker = parts.worker(
             config.identity.rank, transport, weights, maps, self, parts.threads
         )
-        self._worker.start()
 
         shape = config.shape.num_layers, config.counts_per_layer
         self._recorder = Recorder(config.ring_steps, *shape)

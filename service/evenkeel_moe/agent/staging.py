@@ -17,7 +17,7 @@ from evenkeel_moe.agent.ports import ExpertWeights, MapInstaller, WeightTranspor
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import WaveKey
-from evenkeel_moe.ports.threads import Event, Queue, Thread, Threads
+from evenkeel_moe.ports.threads import Event, Queue, Threads
 from evenkeel_moe.protocol.messages import (
     Prepare,
     StagingFailed,
@@ -64,7 +64,10 @@ class StagingEvents(Protocol):
 
 
 class StagingWorker:
-    """Owns the transport. The engine's and the network's threads only queue jobs here."""
+    """Owns the transport. The engine's and the network's threads only queue jobs here.
+
+    The constructor starts the thread; the transport must be connected.
+    """
 
     def __init__(
         self,
@@ -90,12 +93,8 @@ class StagingWorker:
         self._reserved: _Slots = ()
         self._ready: ReadyWave | None = None
         self._undrained: WaveKey | None = None
-        self._thread: Thread | None = None
         self._ended = threads.event()
-
-    def start(self) -> None:
-        """Start the thread; the transport must be connected."""
-        self._thread = self._threads.start(self._run, "evenkeel-transfer")
+        self._thread = threads.start(self._run, "evenkeel-transfer")
 
     def close(self, timeout_s: float = 1.0) -> bool:
         """Abort what is in flight, end the thread, and release what a wave has reserved.
@@ -107,13 +106,11 @@ class StagingWorker:
         for cancel in list(self._cancels.values()):
             cancel.set()
         self._jobs.put(None)
-        if self._thread is not None:
-            self._thread.join(0.2)
+        self._thread.join(0.2)
         self._transport.abort()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if not self._ended.is_set():
-                return False
+        self._thread.join(timeout_s)
+        if not self._ended.is_set():
+            return False
         self._release_reserved()
         return True
 
