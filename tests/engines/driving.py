@@ -64,14 +64,9 @@ class DrivenRank:
         rows = np.stack([rng.permutation(row) for row in old.phy2log])
         return Placement(rows, old.num_ranks, old.num_logical_experts)
 
-    def prepare(self, new, plan="plan-1", **changes):
-        return registered_prepare(
-            self.agent, new, plan, **{"batch_deadline_s": deadline(10), **changes}
-        )
-
     def order(self, new, plan="plan-1"):
         """Send Prepare, and Commit after a yes; the gate starts the move some steps later."""
-        prepare = self.prepare(new, plan)
+        prepare = registered_prepare(self.agent, new, plan, batch_deadline_s=deadline(10))
         self.link.say(prepare)
         vote = self.link.expect(Vote)
         dist.barrier(group=self.lockstep)

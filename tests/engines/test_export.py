@@ -11,7 +11,7 @@ VLLM, SGLANG = "tests.engines.vllm.scenarios", "tests.engines.sglang.scenarios"
 
 def test_engines_restart_where_a_live_deployment_stands(controller, tmp_path):
     """The controller's plan moves vLLM's experts; then both engines start from the exported map."""
-    moved = ranks.run(VLLM, "controlled", controllers=controller.grpc_address, mode="place")
+    moved = ranks.run(VLLM, "controlled", controllers=controller.grpc_address)
     now = moved[0]["map"]
     assert not np.array_equal(now, moved[0]["before"]), "a plan was carried out"
 

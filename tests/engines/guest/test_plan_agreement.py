@@ -55,6 +55,12 @@ MAP = np.arange(12).reshape(2, 6)
 PLANS = 40
 
 
+def move(plan: int, target: Any) -> Any:
+    return SimpleNamespace(
+        wave=SimpleNamespace(fingerprint=plan), placement=SimpleNamespace(phy2log=target)
+    )
+
+
 class Rank:
     """One rank whose engine takes steps while a worker thread asks for the plan."""
 
@@ -81,13 +87,10 @@ def test_workers_that_ask_at_different_steps_get_every_plan():
     ranks = [Rank(number, rows, together) for number in range(2)]
     for number in range(PLANS):
         target = np.roll(MAP, number + 1, axis=1)
-        move: Any = SimpleNamespace(
-            wave=SimpleNamespace(fingerprint=number), placement=SimpleNamespace(phy2log=target)
-        )
         workers = []
         for rank in ranks:
             rank.step += 1
-            rank.agreement.begin(move, rank.step)
+            rank.agreement.begin(move(number, target), rank.step)
             late = jitter.uniform(0.002, 0.02) if number % 2 == rank.number else 0.0
             workers.append(threading.Thread(target=rank.ask, args=(late,)))
         for worker in workers:
@@ -105,17 +108,38 @@ def test_workers_that_ask_at_different_steps_get_every_plan():
     assert [len(rank.answers) for rank in ranks] == [PLANS, PLANS]
 
 
-def test_a_plan_that_the_ranks_got_at_different_steps_is_refused():
+def holding(plan, target, step):
+    """Return the agreement of a rank to which the gate gave a plan."""
     agreement = PlanAgreement()
-    move: Any = SimpleNamespace(
-        wave=SimpleNamespace(fingerprint=1), placement=SimpleNamespace(phy2log=MAP + 1)
-    )
-    agreement.begin(move, 7)
+    agreement.begin(move(plan, target), step)
+    return agreement
 
-    def gather(row):
-        other = row.copy()
-        other[ROW.index("step")] = 8
-        return np.stack([row, row, other])
 
-    assert np.array_equal(agreement.agree(MAP, gather), MAP)
-    assert agreement.refused == "ranks {2: 8} of 3 have another step, the others 7"
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (PlanAgreement(), "ranks [1] of 2 have no plan where others have one"),
+        (holding(1, MAP + 1, 8), "ranks {1: 8} of 2 have another step, the others 7"),
+        (holding(2, MAP + 1, 7), "have another plan"),
+        (holding(1, MAP + 2, 7), "have another target map"),
+    ],
+)
+def test_ranks_that_differ_keep_the_map_and_are_told_in_what(second, words):
+    ranks = [holding(1, MAP + 1, 7), second]
+    rows: list[Any] = []
+
+    def note(row):
+        rows.append(row)
+        return np.stack([row])
+
+    for rank in ranks:
+        rank.agree(MAP, note)
+    for rank in ranks:
+        assert np.array_equal(rank.agree(MAP, lambda _: np.stack(rows)), MAP)
+        assert words in rank.refused
+
+
+def test_a_plan_of_another_size_leaves_the_map():
+    agreement = holding(1, MAP[:1], 7)
+    assert np.array_equal(agreement.agree(MAP, lambda row: np.stack([row, row])), MAP)
+    assert agreement.refused == ("the plan is for (1, 6) layers and slots, the engine has (2, 6)")

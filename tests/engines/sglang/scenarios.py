@@ -11,8 +11,6 @@ import torch.distributed as dist
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.sglang.plugin import SglangPlugin, register
-from evenkeel_moe.formats import PlacementFile, PlacementFormat, render_placement
-from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Ack, MovedAnswers, StagingProgress
 from evenkeel_moe.wire.link import KvCache
 from tests.agent.fleet import PortLink
@@ -300,26 +298,6 @@ def refused_on_one(rank, size):
     with structlog.testing.capture_logs() as said:
         Rank(rank, size, elastic="mooncake" if rank else None)
     return [line["detail"] for line in said if line["event"] == "guest_not_started"]
-
-
-def start_fails(rank, size):
-    """Rank 0 cannot open the store; SGLang's group still works for SGLang."""
-    one = Rank(rank, size, host="no.such.host.invalid", group_timeout_s=5.0)
-    told: list[Any] = [None] * size
-    dist.all_gather_object(told, rank, group=one.guest._plan_group())
-    one.steps(20)
-    return {"agent": one.agent is not None, "told": told, "steps": one.taken}
-
-
-def warm(rank, size):
-    """SGLang starts from a placement file that our formats wrote."""
-    rng = np.random.default_rng(3)
-    row = np.array([0, 1, 2, 3, 4, 5, 0, 1])
-    rows = np.stack([rng.permutation(row) for _ in engine.MOE_LAYERS]).astype(np.int32)
-    file = PlacementFile(Placement(rows, size, engine.EXPERTS), engine.MOE_LAYERS)
-    text = render_placement(file, PlacementFormat.SGLANG)
-    one = Rank(rank, size, init=text)
-    return {**one.seen(), "target": rows}
 
 
 def starts_with(rank, size, *, text, layers=engine.LAYERS):

@@ -185,19 +185,6 @@ def test_ranks_wait_for_each_other_for_less_than_sglangs_watchdog():
     assert "did not start on ranks [1] of 2 within 4 s" in waited
 
 
-def test_a_guest_that_cannot_start_leaves_sglangs_groups_alone():
-    for seen in ranks.once(SCENARIOS, "start_fails"):
-        assert not seen["agent"]
-        assert seen["told"] == [0, 1]
-        assert seen["steps"] == 21
-
-
-def test_a_written_placement_starts_sglang_where_it_says():
-    for seen in ranks.once(SCENARIOS, "warm"):
-        assert np.array_equal(seen["moe"], seen["target"])
-        assert np.array_equal(seen["placement"], seen["target"])
-
-
 def test_an_unknown_sglang_is_refused_with_the_reason_and_left_as_it_was():
     (found,) = ranks.once(SCENARIOS, "refusals", size=1)
     assert found["version"].startswith("sglang is 9.9.9; this plugin supports 0.5.21, 0.5.22, 0.5")

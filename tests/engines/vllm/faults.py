@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import sys
-import time
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -12,14 +11,11 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from evenkeel_moe.agent.engine_moves import Move
 from evenkeel_moe.engines.guest.guards import Hook, Unsupported
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.vllm import hooks
 from evenkeel_moe.engines.vllm.plugin import VllmPlugin, register
-from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import Wave
-from evenkeel_moe.protocol.messages import AbortAnswer, Vote
+from evenkeel_moe.protocol.messages import AbortAnswer
 from tests.agent.fleet import PortLink
 from tests.engines.vllm import engine
 from tests.engines.vllm.engine import Config
@@ -59,18 +55,6 @@ def worker_dies(rank, size):
         "target": one.target().phy2log,
         "old": one.agent.placement.phy2log,
     }
-
-
-def never_consumed(rank, size):
-    """The result of a layer is published and never taken, which vLLM does not report."""
-    one = Rank(rank, size, use_async=True, stall_after_s=0.5)
-    one.steps(4)
-    one.order(one.target())
-    one.state._all_ranks_result_ready = lambda _model_state: False
-    one.until(lambda: one.agent.trouble)
-    before = one.taken
-    one.steps(20)
-    return {**one.seen(), "further": one.taken - before}
 
 
 def start_fails(rank, size, *, how):
@@ -228,27 +212,6 @@ def resized(rank, size, *, slots):
     return {"map": one.map().shape, "trouble": one.agent.trouble, "epoch": one.agent.epoch}
 
 
-def disagree(rank, size, *, how):
-    """Call the planner while the ranks hold different things."""
-    one = Rank(rank, size, use_async=False)
-    one.steps(3)
-    new = one.target()
-    move_like = one.prepare(new)
-    move = Move(move_like.wave, new, move_like.body.layers, None, 0.0)  # type: ignore[arg-type]
-    if how == "shape":
-        bigger = np.concatenate([new.phy2log, new.phy2log[:1]])
-        move.placement = Placement(bigger, size, new.num_logical_experts)
-    if not (how == "missing" and rank == 1):
-        one.guest.agreement.begin(move, 4 if how == "step" and rank == 1 else 3)
-    if how == "target" and rank == 1:
-        move.placement = one.target(seed=9)
-    one.state.rearrange()
-    one.guest.agreement.end()
-    seen = {**one.seen(), "target": new.phy2log}
-    one.steps(5)
-    return {**seen, "after": one.taken}
-
-
 def disagree_once(rank, size, *, use_async):
     """The ranks differ about one plan, so vLLM keeps its map; they agree on the next plan."""
     one = Rank(rank, size, use_async=use_async)
@@ -272,27 +235,6 @@ def disagree_once(rank, size, *, use_async):
     return {"first": first, "vote": vote.yes, "target": new.phy2log, **one.seen()}
 
 
-def wrong_shape(rank, size):
-    """A Prepare for another shape is refused before anything is agreed."""
-    one = Rank(rank, size, use_async=False)
-    good = one.prepare(one.target())
-    rows = np.concatenate([good.body.rows, good.body.rows], axis=1)
-    body = Wave(0, good.body.layers, rows, good.body.batches)
-    one.link.say(one.prepare(one.target(), body=body))
-    vote = one.link.expect(Vote)
-    one.steps(5)
-    return {**one.seen(), "vote": vote}
-
-
-def away(rank, size):
-    """No controller for more steps than the recorder keeps: the engine neither waits nor fails."""
-    one = Rank(rank, size, use_async=False)
-    one.link.listener.lost(1)
-    began = time.monotonic()
-    one.steps(1500)
-    return {**one.seen(), "dropped": one.agent.dropped_steps, "seconds": time.monotonic() - began}
-
-
 def controlled_until_it_stalls(rank, size, *, controllers, seen):
     """Like `controlled`, but rank 1's worker dies; steps go on until the file `seen` exists."""
     config = Config(use_async=True, step_interval=100_000)
@@ -302,7 +244,7 @@ def controlled_until_it_stalls(rank, size, *, controllers, seen):
         "config": config,
         "stall_after_s": 0.5,
     }
-    one = Rank(rank, size, use_async=True, mode="place", **changes)
+    one = Rank(rank, size, use_async=True, **changes)
     if rank == 1:
         fail_second_layer(one)
     one.hot = True

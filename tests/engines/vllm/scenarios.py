@@ -340,14 +340,13 @@ def own_balancer(rank, size, *, mode):
     return {**one.seen(), "before": before_map, "vote": vote}
 
 
-def controlled(rank, size, *, controllers, mode):
+def controlled(rank, size, *, controllers):
     """A real controller over gRPC sees the loads and plans; vLLM carries the plan out."""
     config = Config(use_async=True, step_interval=100_000)
     one = Rank(
         rank,
         size,
         use_async=True,
-        mode=mode,
         controllers=controllers,
         make_link=None,
         config=config,
@@ -359,7 +358,7 @@ def controlled(rank, size, *, controllers, mode):
         one.steps(8, 0.004)
         here = torch.tensor([one.agent.epoch, int(time.monotonic() >= end)])
         dist.all_reduce(here, op=dist.ReduceOp.MIN, group=one.lockstep)
-        after += 8 if here[0] > 0 or (mode == "observe" and one.taken > 400) else 0
+        after += 8 if here[0] > 0 else 0
         if here[1]:
             break
     return {**one.seen(), "before": before}

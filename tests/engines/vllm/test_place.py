@@ -36,6 +36,9 @@ def test_vllm_commits_exactly_the_controllers_placement(options):
             assert part["trouble"] == ""
         assert not np.array_equal(seen["first"]["before"], seen["first"]["target"])
         assert seen["progress"][-1][0] == seen["progress"][-1][1] > 0
+        done = [done for done, _ in seen["progress"]]
+        assert done == sorted(done)
+        assert len(set(done)) >= 2 or not options["use_async"], "layers are reported one by one"
 
 
 @pytest.mark.fault(
@@ -98,13 +101,6 @@ def test_a_worker_that_asks_some_steps_late_gets_every_plan():
     assert len(second["late"]) >= 4 and min(second["late"]) >= 3
 
 
-def test_layers_are_reported_one_by_one():
-    for seen in ranks.once(SCENARIOS, "place", use_async=True):
-        done = [done for done, _ in seen["progress"]]
-        assert done == sorted(done)
-        assert len(set(done)) >= 2
-
-
 def test_a_worker_that_died_is_named_and_serving_goes_on():
     first, second = ranks.once(FAULTS, "worker_dies")
     assert "asynchronous EPLB worker has ended" in second["trouble"]
@@ -118,30 +114,6 @@ def test_a_worker_that_died_is_named_and_serving_goes_on():
         )
         assert np.array_equal(seen["map"][0], seen["target"][0])
         assert np.array_equal(seen["map"][1:], seen["old"][1:])
-
-
-def test_a_result_that_is_never_consumed_is_noticed():
-    for seen in ranks.once(FAULTS, "never_consumed"):
-        assert "stopped with 0 of 3 layers switched" in seen["trouble"]
-        assert seen["wrong"] == []
-        assert seen["further"] == 20
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("missing", "ranks [1] of 2 have no plan where others have one"),
-        ("step", "have another step, the others"),
-        ("target", "have another target map"),
-        ("shape", "the plan is for (4, 8) layers and slots, the engine has (3, 8)"),
-    ],
-)
-def test_ranks_that_disagree_keep_the_old_map_everywhere(how, words):
-    for seen in ranks.once(FAULTS, "disagree", how=how):
-        assert words in seen["refused"]
-        assert np.array_equal(seen["map"], seen["placement"])
-        assert seen["wrong"] == []
-        assert seen["after"] == 8, "the engine serves on"
 
 
 @pytest.mark.parametrize("use_async", [True, False], ids=["async", "sync"])
@@ -164,14 +136,6 @@ def test_experts_with_adapters_are_not_moved():
     assert ranks.run(FAULTS, "adapters", mode="observe") == [True, True]
 
 
-def test_a_plan_for_another_shape_is_voted_down():
-    for seen in ranks.once(FAULTS, "wrong_shape"):
-        assert not seen["vote"].yes
-        assert "16" in seen["vote"].detail
-        assert seen["steps"] == 5
-        assert seen["trouble"] == ""
-
-
 def test_another_planner_in_our_place_is_named_and_its_moves_followed():
     for seen in ranks.once(SCENARIOS, "own_balancer", mode="place"):
         assert "another plugin replaced the planner" in seen["trouble"]
@@ -179,13 +143,6 @@ def test_another_planner_in_our_place_is_named_and_its_moves_followed():
         assert np.array_equal(seen["map"], seen["placement"])
         assert not np.array_equal(seen["map"], seen["before"])
         assert seen["epoch"] >= 1
-        assert seen["wrong"] == []
-
-
-def test_a_controller_that_is_away_costs_steps_of_telemetry_and_nothing_else():
-    for seen in ranks.once(FAULTS, "away"):
-        assert seen["steps"] == 1500
-        assert seen["trouble"] == ""
         assert seen["wrong"] == []
 
 

@@ -32,8 +32,6 @@ from evenkeel_moe.engines.guest.expert_times import (
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.plan_agreement import PlanAgreement, gather_rows
 from evenkeel_moe.engines.guest.settings import GuestSettings
-from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.wire.link import KvCache
 
@@ -248,14 +246,6 @@ class EngineGuest(HostEngine, ABC):
                 " something else also controls the placement"
             )
         self.moves.engine_rebalanced(phy2log)
-
-    def _shape_refusal(self, new: Placement, have: tuple[int, ...]) -> tuple[Reason, str] | None:
-        """Return the refusal of a plan whose map is not (layers, slots) `have`."""
-        wanted = new.phy2log.shape
-        if wanted == have:
-            return None
-        detail = f"the plan is for {wanted} layers and slots, {self.engine_name} has {have}"
-        return Reason.WRONG_SHAPE, detail
 
     def _disagreement(self) -> str | None:
         """Return why the ranks refused the last plan; None if they did not."""

@@ -361,15 +361,11 @@ class SglangGuest(EngineGuest):
     def refusal(self, prepare: Prepare, new: Placement) -> tuple[Reason, str] | None:
         """Return why SGLang cannot go to `new`; it does not accept empty slots."""
         del prepare
-        have = (len(self._rows.layer_ids), int(access.metadata().num_physical_experts))
-        wrong = self._shape_refusal(new, have)
         empty = int((new.phy2log == EMPTY).sum())
-        if wrong is None and empty:
+        if empty:
             return Reason.UNSUPPORTED, f"{empty} empty slots: SGLang's maps have none"
         disabled = self._disabled()
-        if wrong is None and disabled is not None:
-            return Reason.UNSUPPORTED, disabled
-        return wrong
+        return None if disabled is None else (Reason.UNSUPPORTED, disabled)
 
     def fault(self) -> str | None:
         """Return why a rebalance does not happen, for the known causes."""

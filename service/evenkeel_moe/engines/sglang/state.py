@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.model_facts import shared_experts, top_k, widest_expert
-from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.placement import Placement
@@ -49,16 +49,7 @@ class MoeRows:
         return np.asarray(hidden[list(self.layer_ids)], np.int64)
 
     def hidden(self, moe: NDArray[np.generic], before: NDArray[np.generic]) -> NDArray[np.int64]:
-        """Return `before` with new MoE layers: (L, S) -> (hidden layers, S).
-
-        Raises:
-            ShapeMismatch: the sizes differ.
-        """
-        if moe.shape != (len(self.layer_ids), before.shape[1]):
-            raise ShapeMismatch(
-                f"the plan is for {moe.shape} layers and slots, SGLang has"
-                f" {(len(self.layer_ids), before.shape[1])}"
-            )
+        """Return `before` with new MoE layers: (L, S) -> (hidden layers, S)."""
         rows = np.array(before, np.int64)
         rows[list(self.layer_ids)] = moe
         return rows

@@ -504,18 +504,16 @@ class VllmGuest(EngineGuest):
     def refusal(self, prepare: Prepare, new: Placement) -> tuple[Reason, str] | None:
         """Return why vLLM cannot go to `new`."""
         del prepare
-        model_state = self._model_state
-        if model_state is None or self.state.policy is not self._policy:
+        if self.state.policy is not self._policy:
             return Reason.UNSUPPORTED, f"vLLM plans with {self.state.policy.__name__}"
-        wrong = self._shape_refusal(new, tuple(model_state.physical_to_logical_map.shape))
-        if wrong is None and self._worker_ended():
+        if self._worker_ended():
             return Reason.UNSUPPORTED, "vLLM's asynchronous EPLB worker has ended"
         empty = int((new.phy2log == EMPTY).sum())
         # Where a slot is empty now, vLLM rates no map.
         is_filled = self.agent is not None and (self.agent.placement.phy2log != EMPTY).all()
-        if wrong is None and empty and is_filled and rates_maps(self.state):
+        if empty and is_filled and rates_maps(self.state):
             return Reason.UNSUPPORTED, f"{empty} empty slots: vLLM on ROCm, not asynchronous, fails"
-        return wrong
+        return None
 
     def fault(self) -> str | None:
         """Return what stopped vLLM's balancer, for the causes that vLLM itself does not report."""
