@@ -75,7 +75,7 @@ class RankProcess:
             staging_bytes=SLOTS,
             drop_after_s=NEVER_S,
         )
-        self.gate = kit.gate([self.participant], poll_every=1, resolve_after=1)
+        self.gate = kit.gate(self.participant, poll_every=1, resolve_after=1)
         self.gate.settle(self.gate.agreement())
         self.barrier = kit.barrier()
         self.version = version
@@ -225,12 +225,12 @@ class RankProcess:
         if gate.resolve_due:
             failed = PollFailed("injected")
             result = failed if minima is None else PollResolved(np.array(minima, np.int64))
-            for item in gate.handle(result, 0.0):
-                if isinstance(item.action, msg.Swap):
-                    self.swap(item.action, out)
+            for action in gate.handle(result, 0.0):
+                if isinstance(action, msg.Swap):
+                    self.swap(action, out)
                     self.finish_swap(out)
                 else:
-                    self.carry([item.action], out)
+                    self.carry([action], out)
         self.passed, self.vector = True, None
         if gate.poll_due and not out.left:
             self.vector = tuple(gate.begin_poll(0.0).tolist())

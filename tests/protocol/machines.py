@@ -109,7 +109,7 @@ def drop(rank: Participant) -> None:
 
 def gates_of(ranks, poll_every=3, resolve_after=2):
     """The gates of the ranks of a group, which have agreed."""
-    gates = [Gate([rank], poll_every=poll_every, resolve_after=resolve_after) for rank in ranks]
+    gates = [Gate(rank, poll_every=poll_every, resolve_after=resolve_after) for rank in ranks]
     minima = np.minimum.reduce([gate.agreement() for gate in gates])
     for gate in gates:
         gate.settle(minima)

@@ -86,8 +86,8 @@ class Pair:
             due = [gate.advance() for gate in self.gates]
             for rank, gate, busy in zip(self.ranks, self.gates, due, strict=True):
                 if busy and gate.resolve_due:
-                    for item in gate.handle(PollResolved(np.minimum.reduce(self.poll)), now):
-                        self.from_rank(rank, [item.action], now)
+                    for action in gate.handle(PollResolved(np.minimum.reduce(self.poll)), now):
+                        self.from_rank(rank, [action], now)
             if self.gates[0].poll_due:
                 self.poll = [gate.begin_poll(now) for gate in self.gates]
             assert len({rank.placement.digest for rank in self.ranks}) == 1, "torn map"
@@ -200,9 +200,7 @@ def test_leaderless_ranks_drop_together_and_a_late_commit_finds_the_wave_gone():
     poll = np.minimum.reduce([gate.begin_poll(50.0) for gate in gates])
     for rank, gate in zip(ranks, gates, strict=True):
         gate.advance()
-        assert [item.action for item in gate.handle(PollResolved(poll), 50.0)] == [
-            msg.CancelStaging(key_of())
-        ]
+        assert gate.handle(PollResolved(poll), 50.0) == [msg.CancelStaging(key_of())]
         rank.handle(msg.TransportDrained(key_of()), 50.0)
         actions = rank.handle(from_controller(msg.Commit(LEADER, key_of())), 51.0)
         assert only(actions, msg.AbortAnswer).outcome is msg.WaveOutcome.DROPPED

@@ -143,17 +143,13 @@ class CallsItselfDrained(Participant):
 
 class FailedPollMeansNo(Gate):
     def on_failure(self, detail):
-        for participant in self.participants:
-            participant.handle(PollNotPassed(), 0.0)
+        self.participant.handle(PollNotPassed(), 0.0)
         return []
 
 
 class PollsWhenBusy(Gate):
     def is_poll_call(self):
-        return super().is_poll_call() and any(p.prepare is not None for p in self.participants)
-
-    def begin_poll(self, now):
-        return super().begin_poll(now)
+        return super().is_poll_call() and self.participant.prepare is not None
 
     def advance(self, step=None):
         due = super().advance(step)

@@ -69,7 +69,7 @@ from evenkeel_moe.protocol.messages import (
     SwapFinished,
     WeightsReloaded,
 )
-from evenkeel_moe.protocol.rank.gate import Gate, GateAction
+from evenkeel_moe.protocol.rank.gate import Gate
 from evenkeel_moe.protocol.rank.participant import Participant
 from evenkeel_moe.wire.link import Heartbeat, RankFact, ToRankLink
 
@@ -188,7 +188,7 @@ class Agent:
     def _make_gate(self) -> Gate:
         config = self._config
         return self.parts.gate(
-            [self._participant], poll_every=config.poll_every, resolve_after=config.resolve_after
+            self._participant, poll_every=config.poll_every, resolve_after=config.resolve_after
         )
 
     def _make_canary(self, probe: Probe | None, device: torch.device) -> CanaryRuns | None:
@@ -396,12 +396,12 @@ class Agent:
         with self._lock:
             self._carry_out_gate(self._gate.handle(result, self.now()))
 
-    def _carry_out_gate(self, items: Sequence[GateAction]) -> None:
-        for item in items:
-            if isinstance(item.action, Swap):
-                self._swap(item.action)
+    def _carry_out_gate(self, actions: Sequence[ParticipantAction]) -> None:
+        for action in actions:
+            if isinstance(action, Swap):
+                self._swap(action)
             else:
-                self._carry_out(item.action)
+                self._carry_out(action)
 
     def _swap(self, action: Swap) -> None:
         """Swap the staged wave. The commit point has passed: this rank swaps or leaves (R8)."""

@@ -13,7 +13,7 @@ from evenkeel_moe.model.ids import DeploymentId, Epoch
 from evenkeel_moe.model.plan import hash_of
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.messages import ParticipantState as State
-from evenkeel_moe.protocol.rank.gate import HEADER, PER_DEPLOYMENT, Gate, PollFailed, PollResolved
+from evenkeel_moe.protocol.rank.gate import Gate, PollFailed, PollResolved
 from tests.protocol.machines import (
     LEADER,
     arm,
@@ -38,8 +38,8 @@ def steps(gates, count, now=0.0):
         due = [gate.advance() for gate in gates]
         for number, gate in enumerate(gates):
             if due[number] and gate.resolve_due:
-                items = gate.handle(PollResolved(np.minimum.reduce(vectors)), now)
-                decided += [(gate.calls, number, item.action) for item in items]
+                actions = gate.handle(PollResolved(np.minimum.reduce(vectors)), now)
+                decided += [(gate.calls, number, action) for action in actions]
         if gates[0].poll_due:
             vectors = [gate.begin_poll(now) for gate in gates]
     return decided
@@ -95,8 +95,8 @@ def test_failed_poll_leaves_the_group_and_polls_no_more():
     gate = gates_of([participant_in(State.ARMED)])[0]
     steps([gate], 4)
     gate.advance()
-    (item,) = gate.handle(PollFailed("timeout after 5 s"), 0.0)
-    assert (item.deployment, item.action.reason) == (None, Reason.GATE_FAILED)
+    left = only(gate.handle(PollFailed("timeout after 5 s"), 0.0), msg.LeaveGroup)
+    assert left.reason is Reason.GATE_FAILED
     assert gate.left and not any(gate.advance() or gate.poll_due for _ in range(20))
 
 
@@ -104,8 +104,8 @@ def test_ranks_that_disagree_on_k_only_observe():
     """R9: a mismatch of K, D or the layout means observe only, on all ranks alike."""
     ranks = [participant_of(), participant_of()]
     gates = [
-        Gate([ranks[0]], poll_every=3, resolve_after=2),
-        Gate([ranks[1]], poll_every=4, resolve_after=2),
+        Gate(ranks[0], poll_every=3, resolve_after=2),
+        Gate(ranks[1], poll_every=4, resolve_after=2),
     ]
     minima = np.minimum.reduce([gate.agreement() for gate in gates])
     assert [gate.settle(minima) for gate in gates] == [False, False]
@@ -113,12 +113,14 @@ def test_ranks_that_disagree_on_k_only_observe():
     assert all(rank.observe_only for rank in ranks)
 
 
-def test_digest_depends_on_k_d_and_the_deployments():
+def test_digest_depends_on_k_d_and_the_deployment():
+    draft = participant_of()
+    draft.identity = dataclasses.replace(draft.identity, deployment=DeploymentId("draft"))
     digests = {
-        Gate([participant_of()], poll_every=3, resolve_after=2).digest,
-        Gate([participant_of()], poll_every=4, resolve_after=2).digest,
-        Gate([participant_of()], poll_every=3, resolve_after=3).digest,
-        Gate([], poll_every=3, resolve_after=2).digest,
+        Gate(participant_of(), poll_every=3, resolve_after=2).digest,
+        Gate(participant_of(), poll_every=4, resolve_after=2).digest,
+        Gate(participant_of(), poll_every=3, resolve_after=3).digest,
+        Gate(draft, poll_every=3, resolve_after=2).digest,
     }
     assert len(digests) == 4
 
@@ -148,26 +150,11 @@ def test_error_of_ours_in_a_snapshot_does_not_stop_the_polling(monkeypatch):
 def test_rank_that_cannot_follow_a_result_leaves_the_group():
     """R8: the other ranks acted on the result."""
     gates = gates_of([participant_in(State.ARMED), participant_in(State.ARMED)])
-    gates[1].participants[0].handle = lambda event, now: 1 / 0
+    gates[1].participant.handle = lambda event, now: 1 / 0
     calls = [
         (call, rank) for call, rank, action in steps(gates, 5) if isinstance(action, msg.LeaveGroup)
     ]
     assert calls == [(5, 1)]
-
-
-def test_two_deployments_share_one_poll():
-    """R9: target and draft."""
-    draft = participant_in(State.ARMED)
-    object.__setattr__(draft.identity, "deployment", DeploymentId("draft"))
-    gate = Gate([participant_in(State.PREPARED), draft], poll_every=2, resolve_after=1)
-    gate.settle(gate.agreement())
-    gate.advance(), gate.advance()
-    vector = gate.begin_poll(0.0)
-    assert len(vector) == gate.vector_length == len(HEADER) + 2 * len(PER_DEPLOYMENT)
-    gate.advance()
-    (item,) = gate.handle(PollResolved(vector), 0.0)
-    assert isinstance(item.action, msg.Swap)
-    assert (item.deployment, item.action.epoch) == ("draft", 1)
 
 
 @pytest.mark.parametrize("armed", [True, False])
@@ -182,10 +169,9 @@ def test_ranks_at_different_steps_of_the_engine_all_leave_before_a_swap(armed):
     vectors = [gate.begin_poll(0.0) for gate in gates]
     assert [vector[3:5].tolist() for vector in vectors] == [[2, -2], [4, -4]]
     for gate in gates:
-        (item,) = gate.handle(PollResolved(np.minimum.reduce(vectors)), 0.0)
-        assert isinstance(item.action, msg.LeaveGroup)
-        assert (item.action.reason, gate.left) == (Reason.GATE_FAILED, True)
-        assert "step 2 on one rank, at step 4 on another" in item.action.detail
+        left = only(gate.handle(PollResolved(np.minimum.reduce(vectors)), 0.0), msg.LeaveGroup)
+        assert (left.reason, gate.left) == (Reason.GATE_FAILED, True)
+        assert "step 2 on one rank, at step 4 on another" in left.detail
     assert [rank.state for rank in ranks] == [state, state]
 
 
@@ -199,19 +185,14 @@ def test_a_boundary_that_the_engine_left_out_is_found_at_the_next_one():
     assert not gate.advance(13)
     with pytest.raises(InvalidInput, match="step 15 came after step 13"):
         gate.advance(15)
-    unused = Gate([], poll_every=3, resolve_after=2)
+    unused = Gate(participant_of(), poll_every=3, resolve_after=2)
     assert not any(unused.advance(step) for step in (0, 5, 6))
 
 
 @pytest.mark.parametrize(("poll_every", "resolve_after"), [(0, 0), (3, 0), (3, 4)])
 def test_d_must_lie_between_one_and_k(poll_every, resolve_after):
     with pytest.raises(InvalidInput, match="1 <= D <= K"):
-        Gate([], poll_every=poll_every, resolve_after=resolve_after)
-
-
-def test_one_deployment_may_not_come_twice():
-    with pytest.raises(InvalidInput, match="one participant per deployment"):
-        Gate([participant_of(), participant_of()], poll_every=1, resolve_after=1)
+        Gate(participant_of(), poll_every=poll_every, resolve_after=resolve_after)
 
 
 @pytest.mark.parametrize(
@@ -223,17 +204,15 @@ def test_answer_of_another_gate_leaves_the_group(spoiled):
     """R8."""
     gate = gate_of(participant_of())
     vector = poll(gate)
-    (item,) = gate.handle(PollResolved(np.array(spoiled(vector))), 0.0)
-    assert isinstance(item.action, msg.LeaveGroup) and gate.left
+    assert only(gate.handle(PollResolved(np.array(spoiled(vector))), 0.0), msg.LeaveGroup)
+    assert gate.left
 
 
 KEY = key_of()
 
 
-def gate_of(*participants, poll_every=3, resolve_after=2):
-    gate = Gate(participants, poll_every=poll_every, resolve_after=resolve_after)
-    gate.settle(gate.agreement())
-    return gate
+def gate_of(participant, poll_every=3, resolve_after=2):
+    return gates_of([participant], poll_every, resolve_after)[0]
 
 
 def poll(gate, now=0.0):
@@ -286,7 +265,7 @@ def test_all_armed_for_one_wave_pass_and_none_armed_may_drop(entries, verdict):
 
 def test_nothing_is_polled_before_the_ranks_have_agreed_nor_after_they_disagreed():
     rank = participant_of()
-    gate = Gate([rank], poll_every=1, resolve_after=1)
+    gate = Gate(rank, poll_every=1, resolve_after=1)
     assert not any(gate.advance() or gate.poll_due for _ in range(5))
     assert not gate.settle(gate.agreement() + 1)
     assert not any(gate.advance() or gate.poll_due for _ in range(5))
@@ -328,9 +307,9 @@ def test_a_rank_that_was_not_armed_for_what_passed_leaves_with_the_reason():
     drop(rank)
     arm(rank, prepare_of(key=other))
     h = other.fingerprint
-    (item,) = gate.handle(PollResolved(np.array([0, number, -number, 3, -3, 1, -1, h, -h, 0])), 0.0)
-    assert isinstance(item.action, msg.LeaveGroup)
-    assert (item.action.reason, gate.left) == (Reason.EPOCH_MISMATCH, True)
+    minima = np.array([0, number, -number, 3, -3, 1, -1, h, -h, 0])
+    left = only(gate.handle(PollResolved(minima), 0.0), msg.LeaveGroup)
+    assert (left.reason, gate.left) == (Reason.EPOCH_MISMATCH, True)
     assert not any(gate.advance() or gate.poll_due for _ in range(9))
 
 

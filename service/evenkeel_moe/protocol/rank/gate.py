@@ -1,10 +1,9 @@
 """The gate: a small all-reduce at a step boundary, by which an EP group decides together.
 
-Each agent has a gate for its deployment (R9); a gate can also serve several deployments of one EP
-group. It counts `step_boundary` calls, tells the shell at which calls to begin a poll and at which
-to use its result, and turns results into actions. Every rank uses the poll begun at call n at call
-n + D, with 1 <= D <= K, so at most one poll is in flight. The vectors are reduced with MIN over the
-ranks; entries x and -x give minimum and maximum.
+Each agent has a gate (R9). It counts `step_boundary` calls, tells the shell at which calls to begin
+a poll and at which to use its result, and turns results into actions. Every rank uses the poll
+begun at call n at call n + D, with 1 <= D <= K, so at most one poll is in flight. The vectors are
+reduced with MIN over the ranks; entries x and -x give minimum and maximum.
 
 The engine's thread runs this at every step, usually with one call and no lock::
 
@@ -12,7 +11,7 @@ The engine's thread runs this at every step, usually with one call and no lock::
         with lock:
             if gate.resolve_due:
                 event = ...            # wait for the reduction: PollResolved(vector) or PollFailed
-                for item in gate.handle(event, now): carry out
+                for action in gate.handle(event, now): carry out
             if gate.poll_due:
                 vector = gate.begin_poll(now)
                 ...                    # start the MIN all-reduce of `vector` in the background
@@ -22,7 +21,6 @@ SwapFailed), before it reads `poll_due`.
 """
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -30,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, Reason
-from evenkeel_moe.model.ids import DeploymentId, Epoch
+from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.protocol.messages import (
     LeaveGroup,
     ParticipantAction,
@@ -43,8 +41,8 @@ from evenkeel_moe.protocol.rank.participant import Participant
 
 HEADER = ("minus_wanted_serial", "digest", "minus_digest", "step", "minus_step")
 """The first entries of the vector."""
-PER_DEPLOYMENT = ("armed_epoch", "minus_armed_epoch", "h", "minus_h", "want_drop")
-"""The entries of each deployment, in the order of the participants."""
+VIEW = ("armed_epoch", "minus_armed_epoch", "h", "minus_h", "want_drop")
+"""The other entries: what the participant says."""
 
 _NEVER = 2**62
 
@@ -54,7 +52,7 @@ class PollResolved:
     """The reduction finished, with the same values on every rank."""
 
     minima: NDArray[np.int64]
-    """(vector_length,) int64 - the minimum of each entry over the ranks."""
+    """(10,) int64 - the minimum of each entry over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,42 +62,27 @@ class PollFailed:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class GateAction:
-    """An action for the shell at this boundary."""
-
-    deployment: DeploymentId | None
-    """The deployment of the participant; None if the action concerns the whole group."""
-    action: ParticipantAction
-
-
 class Gate:
-    """The polls of one EP group, for one deployment on it or several.
+    """The polls of one EP group.
 
     Args:
-        participants: one for each deployment, in the same order on every rank.
+        participant: the deployment of this rank.
         poll_every: K, the calls of `advance` between two polls.
         resolve_after: D, the calls from the start of a poll to the use of its result. If D steps
             take less time than the poll, the engine waits for the network.
 
     Raises:
-        InvalidInput: not 1 <= D <= K, or two participants of one deployment.
+        InvalidInput: not 1 <= D <= K.
     """
 
-    def __init__(
-        self, participants: Sequence[Participant], *, poll_every: int, resolve_after: int
-    ) -> None:
+    def __init__(self, participant: Participant, *, poll_every: int, resolve_after: int) -> None:
         if not 1 <= resolve_after <= poll_every:
             raise InvalidInput(f"needs 1 <= D <= K, got D = {resolve_after}, K = {poll_every}")
-        self.participants = tuple(participants)
-        names = [participant.identity.deployment for participant in self.participants]
-        if len(set(names)) != len(names):
-            raise InvalidInput(f"one participant per deployment, got {names}")
+        self.participant = participant
         self.poll_every = poll_every
         self.resolve_after = resolve_after
-        self.digest = _digest(names, poll_every, resolve_after)
+        self.digest = _digest(participant.identity.deployment, poll_every, resolve_after)
         """All ranks must have the same digest before the first poll; also `Hello.gate_digest`."""
-        self.vector_length = len(HEADER) + len(PER_DEPLOYMENT) * len(self.participants)
         self.calls = 0
         """The `advance` calls since the group started, dummy steps included."""
         self.next_due = _NEVER
@@ -127,8 +110,7 @@ class Gate:
     def settle(self, minima: NDArray[np.int64]) -> bool:
         """Take the reduced `agreement`; if False, every rank of the group stays observe-only."""
         self.observe_only = not self.agrees(minima)
-        for participant in self.participants:
-            participant.observe_only = participant.observe_only or self.observe_only
+        self.participant.observe_only = self.participant.observe_only or self.observe_only
         self.next_due = _NEVER if self.observe_only else self._next_poll()
         return not self.observe_only
 
@@ -184,29 +166,26 @@ class Gate:
         return self.calls % self.poll_every == 0
 
     def begin_poll(self, now: float) -> NDArray[np.int64]:
-        """Return the vector to reduce with MIN over the ranks, from a snapshot of each participant.
+        """Return the vector to reduce with MIN over the ranks, from a snapshot of the participant.
 
         Returns:
-            (vector_length,) int64 - HEADER, then PER_DEPLOYMENT for each participant.
+            (10,) int64 - HEADER, then VIEW.
         """
         number = self._digest_number
         step = self.calls if self._step is None else self._step
-        entries = [-self._wanted_serial, number, -number, step, -step]
-        for participant in self.participants:
-            try:
-                view = participant.snapshot(now)
-            except Exception as error:  # A bug of ours must not stop the polling (R9).
-                self.faults.append(f"snapshot of {participant.identity.deployment}: {error!r}")
-                participant.observe_only = True
-                entries += (0, 0, 0, 0, 0)
-                continue
-            armed, h = view.armed_epoch, view.fingerprint
-            entries += (armed, -armed, h, -h, int(view.want_drop))
+        header = [-self._wanted_serial, number, -number, step, -step]
+        try:
+            view = self.participant.snapshot(now)
+            armed, h, want_drop = view.armed_epoch, view.fingerprint, int(view.want_drop)
+        except Exception as error:  # A bug of ours must not stop the polling (R9).
+            self.faults.append(f"snapshot: {error!r}")
+            self.participant.observe_only = True
+            armed = h = want_drop = 0
         self._began = self.calls
         self.next_due = self.calls + self.resolve_after
-        return np.array(entries, np.int64)
+        return np.array([*header, armed, -armed, h, -h, want_drop], np.int64)
 
-    def handle(self, event: PollResolved | PollFailed, now: float) -> list[GateAction]:
+    def handle(self, event: PollResolved | PollFailed, now: float) -> list[ParticipantAction]:
         """Use the result of the poll in flight, at the call for which `resolve_due` is true."""
         self._began = None
         self.next_due = self._next_poll()
@@ -218,7 +197,7 @@ class Gate:
             case _:
                 assert_never(event)
 
-    def on_failure(self, detail: str) -> list[GateAction]:
+    def on_failure(self, detail: str) -> list[ParticipantAction]:
         """R8: unknown does not mean "not agreed": the rank leaves, and the group restarts."""
         return self._leave(detail)
 
@@ -228,8 +207,11 @@ class Gate:
 
     # --- results ----------------------------------------------------------------------------------
 
-    def _resolve(self, minima: list[int], now: float) -> list[GateAction]:
-        if len(minima) != self.vector_length or not minima[1] == -minima[2] == self._digest_number:
+    def _resolve(self, minima: list[int], now: float) -> list[ParticipantAction]:
+        if (
+            len(minima) != len(HEADER) + len(VIEW)
+            or not minima[1] == -minima[2] == self._digest_number
+        ):
             return self._leave(
                 f"another gate answered: header {minima[:3]} of {len(minima)} entries"
             )
@@ -237,23 +219,19 @@ class Gate:
             return self._leave(
                 f"the poll began at step {minima[3]} on one rank, at step {-minima[4]} on another"
             )
-        actions = []
+        actions: list[ParticipantAction] = []
         serial = self.agreed_serial(minima)
         if serial > self.transport_serial:
             self.transport_serial = serial
-            actions.append(GateAction(None, RebuildTransport(serial)))
-        for index, participant in enumerate(self.participants):
-            start = len(HEADER) + index * len(PER_DEPLOYMENT)
-            event = self.verdict(minima[start : start + len(PER_DEPLOYMENT)])
-            deployment = participant.identity.deployment
-            try:
-                answers = participant.handle(event, now)
-            except Exception as error:  # The other ranks acted on this result (R8).
-                return self._leave(f"{deployment} could not take {event}: {error!r}")
-            for action in answers:
-                if isinstance(action, LeaveGroup):
-                    return self._leave(action.detail, action.reason)
-                actions.append(GateAction(deployment, action))
+            actions.append(RebuildTransport(serial))
+        event = self.verdict(minima[len(HEADER) :])
+        try:
+            actions += self.participant.handle(event, now)
+        except Exception as error:  # The other ranks acted on this result (R8).
+            return self._leave(f"the rank could not take {event}: {error!r}")
+        for action in actions:
+            if isinstance(action, LeaveGroup):
+                return self._leave(action.detail, action.reason)
         return actions
 
     def agreed_serial(self, minima: list[int]) -> int:
@@ -265,7 +243,7 @@ class Gate:
         return minima[3] != -minima[4]
 
     def verdict(self, entries: list[int]) -> PollPassed | PollNotPassed | PollDropped:
-        """Return the event that one deployment's reduced entries mean, the same on every rank."""
+        """Return the event that the reduced entries of VIEW mean, the same on every rank."""
         armed_min, armed_max = entries[0], -entries[1]
         h_min, h_max = entries[2], -entries[3]
         if 0 < armed_min == armed_max and h_min == h_max:
@@ -276,10 +254,10 @@ class Gate:
 
     # --- end and schedule -------------------------------------------------------------------------
 
-    def _leave(self, detail: str, reason: Reason = Reason.GATE_FAILED) -> list[GateAction]:
+    def _leave(self, detail: str, reason: Reason = Reason.GATE_FAILED) -> list[ParticipantAction]:
         self.left = True
         self.next_due = _NEVER
-        return [GateAction(None, LeaveGroup(reason, detail))]
+        return [LeaveGroup(reason, detail)]
 
     def _next_poll(self) -> int:
         """Return the next call at which a poll begins, which may be the present one."""
@@ -290,6 +268,6 @@ class Gate:
         return int(self.digest[:15], 16)
 
 
-def _digest(deployments: Sequence[str], poll_every: int, resolve_after: int) -> str:
-    text = f"K={poll_every} D={resolve_after} {HEADER} {PER_DEPLOYMENT} {list(deployments)}"
+def _digest(deployment: str, poll_every: int, resolve_after: int) -> str:
+    text = f"K={poll_every} D={resolve_after} {HEADER} {VIEW} {[deployment]}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
