@@ -409,7 +409,7 @@ ONE = EpRank(1)
 
 def liveness_of_group():
     control = control_of(ControlState.READY)
-    liveness = Liveness(control.membership, control.as_leader.recovery, CONTROL_TIMING)
+    liveness = Liveness(control.as_leader.recovery)
     return control.membership, liveness
 
 

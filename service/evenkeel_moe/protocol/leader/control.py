@@ -80,33 +80,24 @@ class DeploymentControl(OperatorRequests):
     # --- leadership (R2, R13) ---------------------------------------------------------------------
 
     def _lead(self, event: ctl.LeaseAcquired, now: float) -> list[ControlAction]:
-        stored, timing = event.stored, self.timing
+        stored = event.stored
         self.policy = stored.policy or self.policy
         self.records.load(stored.plans)
         executor = self.executor_type(
             event.leader,
             self.membership,
             self.records,
-            timing.wave,
-            batch_deadline_s=timing.batch_deadline_s,
-            max_bytes_per_s=timing.max_bytes_per_s,
+            self.timing,
             unix_offset_s=self.unix_offset_s,
         )
         executor.history = dict(stored.epochs)
-        recovery = self.recovery_type(
-            executor, again_s=timing.ask_again_s, deadline_s=timing.recovery_deadline_s
-        )
+        recovery = self.recovery_type(executor)
         planning_loop = self.planning_type(
-            executor,
-            self.policy,
-            since=now,
-            deadline_s=timing.cycle_deadline_s,
-            numbers=self._cycle_numbers,
+            executor, self.policy, since=now, numbers=self._cycle_numbers
         )
         planning_loop.hold = stored.hold
         planning_loop.frozen_until = stored.frozen_until
-        liveness = Liveness(self.membership, recovery, timing)
-        self.leading = Leading(executor, recovery, liveness, planning_loop)
+        self.leading = Leading(executor, recovery, Liveness(recovery), planning_loop)
         self.state = ControlState.WAITING_FOR_RANKS
         return [] if stored.loss is None else [ctl.PersistDecision(stored.loss)]
 

@@ -4,19 +4,17 @@ from collections.abc import Sequence
 
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.protocol.control_messages import RankConnected, RankLost, SendToRank
-from evenkeel_moe.protocol.leader.membership import Membership
 from evenkeel_moe.protocol.leader.recovery import Recovery
 from evenkeel_moe.protocol.messages import QueryState
-from evenkeel_moe.protocol.timing import ControlTiming
 
 
 class Liveness:
     """The ranks of one deployment that are not heard, under one term."""
 
-    def __init__(self, membership: Membership, recovery: Recovery, timing: ControlTiming) -> None:
-        self._membership = membership
+    def __init__(self, recovery: Recovery) -> None:
+        self._membership = recovery.executor.membership
         self._recovery = recovery
-        self._timing = timing
+        self._timing = recovery.timing
         self._asked_at = float("-inf")
         self._lost: set[EpRank] = set()
 

@@ -33,7 +33,7 @@ from evenkeel_moe.protocol.leader.plan_validation import (
 from evenkeel_moe.protocol.leader.query_round import GroupState
 from evenkeel_moe.protocol.leader.wave_durations import WaveDurations
 from evenkeel_moe.protocol.messages import Leader, MovedAnswers, Prepare, StagingProgress
-from evenkeel_moe.protocol.timing import WaveTiming
+from evenkeel_moe.protocol.timing import ControlTiming
 from evenkeel_moe.protocol.transitions import CoordinatorState
 
 _EPOCHS_KEPT = 64
@@ -55,18 +55,14 @@ class PlanExecutor:
         leader: Leader,
         membership: Membership,
         records: PlanRecords,
-        timing: WaveTiming,
+        timing: ControlTiming,
         *,
-        batch_deadline_s: float,
-        max_bytes_per_s: float,
         unix_offset_s: float,
     ) -> None:
         self.leader = leader
         self.membership = membership
         self.records = records
         self.timing = timing
-        self.batch_deadline_s = batch_deadline_s
-        self.max_bytes_per_s = max_bytes_per_s
         self.unix_offset_s = unix_offset_s
         self.group: GroupState | None = None
         """The state of the group; None until all ranks have reported it."""
@@ -177,8 +173,8 @@ class PlanExecutor:
             group.epoch,
             body,
             tuple(group.checksums[t.layer * experts + t.logical_expert] for t in body.transfers),
-            self.batch_deadline_s,
-            self.max_bytes_per_s,
+            self.timing.batch_deadline_s,
+            self.timing.max_bytes_per_s,
         )
         self._next_placement = group.placement.with_rows(body.layers, body.rows)
         self._waiting = None
@@ -222,7 +218,7 @@ class PlanExecutor:
             wave,
             self.leader,
             peers,
-            self.timing,
+            self.timing.wave,
             prepare=prepare,
             placement_digest=placement_digest,
             query=query,
@@ -405,7 +401,7 @@ class PlanExecutor:
         if self._waiting is None or self._waiting[0] != record.plan.plan_id:
             self._waiting = record.plan.plan_id, now
         stalled = PlanPhase.STALLED
-        if now - self._waiting[1] < self.timing.stall_after_s or record.reason is reason:
+        if now - self._waiting[1] < self.timing.wave.stall_after_s or record.reason is reason:
             return []
         unix = now + self.unix_offset_s
         change = self.records.change(

@@ -24,7 +24,6 @@ class PlanningLoop:
 
     Args:
         since: monotonic seconds from which the time to the first cycle counts.
-        deadline_s: a RunCycle that is not answered by then counts as a failed planner.
         numbers: numbers for the RunCycles. No earlier term of this replica has used them, so that a
             late answer to a cycle of that term is not taken for one of this term.
     """
@@ -35,12 +34,10 @@ class PlanningLoop:
         policy: DeploymentPolicy,
         *,
         since: float,
-        deadline_s: float,
         numbers: Iterator[int],
     ) -> None:
         self.executor = executor
         self.policy = policy
-        self.deadline_s = deadline_s
         self.hold = Hold()
         """The hold on automatic plans (R16)."""
         self.frozen_until = 0.0
@@ -65,9 +62,10 @@ class PlanningLoop:
             unknown: the reason why the ranks' placement is not known; None if it is.
             fault: a fault of the store, because of which no plan may begin; None if there is none.
         """
-        if self._began is not None and now - self._began >= self.deadline_s:
+        deadline_s = self.executor.timing.cycle_deadline_s
+        if self._began is not None and now - self._began >= deadline_s:
             self._began = None
-            return [self.decide(Reason.PLANNER_FAILED, now, numbers={"waited_s": self.deadline_s})]
+            return [self.decide(Reason.PLANNER_FAILED, now, numbers={"waited_s": deadline_s})]
         # The start of the last cycle is kept, not the time of the next one, so that a new `cycle_s`
         # counts at once.
         if now < self._last_cycle_at + self.policy.cycle_s or self._began is not None:

@@ -24,14 +24,11 @@ class Recovery:
 
     Args:
         executor: ends the waves found on the ranks; its records and group state are updated.
-        again_s: wait before the next round after the ranks disagreed.
-        deadline_s: a recovery that lasts longer raises an alert.
     """
 
-    def __init__(self, executor: PlanExecutor, *, again_s: float, deadline_s: float) -> None:
+    def __init__(self, executor: PlanExecutor) -> None:
         self.executor = executor
-        self.again_s = again_s
-        self.deadline_s = deadline_s
+        self.timing = executor.timing
         self.round: QueryRound | None = None
         """The round under way; None while a found wave is ended, and when the recovery is over."""
         self.query = 0
@@ -70,7 +67,7 @@ class Recovery:
         elif current is not None and now >= current.resend_at:
             self.disagreement = None  # Of the round before; this one waits for answers.
             actions += self._ask(now)
-        if current is not None and now - self._began_at >= self.deadline_s:
+        if current is not None and now - self._began_at >= self.timing.recovery_deadline_s:
             actions += self._alert(self.disagreement or self._no_answer(current))
         return actions
 
@@ -102,7 +99,7 @@ class Recovery:
 
     def _ask(self, now: float) -> list[ControlAction]:
         assert self.round is not None
-        self.round.resend_at = now + self.executor.timing.resend_s
+        self.round.resend_at = now + self.timing.wave.resend_s
         questions = (self.question(rank) for rank in self.round.missing)
         return [question for question in questions if question is not None]
 
@@ -123,7 +120,7 @@ class Recovery:
             return self.executor.recover(wave, self.query, now)
         group = current.group_state()
         if isinstance(group, Disagreement):
-            current.repeat_at = now + self.again_s
+            current.repeat_at = now + self.timing.ask_again_s
             self.disagreement = group
             return self._alert(group)
         self.round, self.over = None, True
