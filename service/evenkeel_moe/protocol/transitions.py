@@ -162,9 +162,10 @@ CONTROL = _table((_C.FOLLOWER, _C.WAITING_FOR_RANKS, _C.RECOVERING, _C.READY, _C
     LeaseAcquired:         ("_lead",         ILLEGAL,            ILLEGAL,            ILLEGAL,           ILLEGAL),
     LeaseLost:             (IGNORED,         "_follow",          "_follow",          "_follow",         "_follow"),
     Hello:                 ("_refuse_hello", "_hello",           "_hello",           "_hello",          "_hello"),
-    Vote:                  (IGNORED,         VIOLATION,          "_to_wave",         "_to_wave",        "_to_wave"),
-    Ack:                   (IGNORED,         VIOLATION,          "_to_wave",         "_to_wave",        "_to_wave"),
-    AbortAnswer:           (IGNORED,         VIOLATION,          "_to_wave",         "_to_wave",        "_to_wave"),
+    # While ranks are awaited, these answer a leader of before; the recovery asks how its wave ended.
+    Vote:                  (IGNORED,         IGNORED,            "_to_wave",         "_to_wave",        "_to_wave"),
+    Ack:                   (IGNORED,         IGNORED,            "_to_wave",         "_to_wave",        "_to_wave"),
+    AbortAnswer:           (IGNORED,         IGNORED,            "_to_wave",         "_to_wave",        "_to_wave"),
     RankState:             (IGNORED,         "_note_state",      "_query_answer",    "_check_state",    "_check_state"),
     TermRefused:           (IGNORED,         "_term_refused",    "_term_refused",    "_term_refused",   "_term_refused"),
     StagingProgress:       (IGNORED,         IGNORED,            IGNORED,            IGNORED,           "_staged"),

@@ -113,6 +113,21 @@ def test_term_bound_to_another_leader_is_refused_and_an_old_refusal_is_not_heard
     assert only(control.handle(from_rank(0, same), 0.0), ctl.RaiseTerm)
 
 
+@pytest.mark.parametrize(
+    "late",
+    [
+        msg.Vote(key_of(), True),
+        msg.Ack(key_of(), Epoch(1), AFTER_ONE.digest),
+        msg.AbortAnswer(key_of(), Epoch(0), WaveOutcome.DROPPED, True),
+    ],
+)
+def test_a_late_answer_to_the_leader_before_is_no_fault_of_the_rank(late):
+    """Its stream has stayed open, and the new leader waits for the other ranks."""
+    control = control_of(S.WAITING_FOR_RANKS)
+    control.handle(from_rank(0, hello_of(0)), 0.0)
+    assert control.handle(from_rank(0, late), 0.1) == []
+
+
 def test_lost_lease_drops_the_machine_in_any_state():
     """R13: in any state: stop sending and drop the machine."""
     for state in (S.WAITING_FOR_RANKS, S.RECOVERING, S.READY, S.MIGRATING):

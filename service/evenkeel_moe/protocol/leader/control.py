@@ -32,7 +32,6 @@ from evenkeel_moe.protocol.transitions import (
     IGNORED,
     ILLEGAL,
     NOT_READY,
-    VIOLATION,
     ControlState,
 )
 
@@ -69,8 +68,6 @@ class DeploymentControl(OperatorRequests):
         cell = CONTROL.get((self.state, kind), ILLEGAL)
         if cell is IGNORED:
             return []
-        if cell is VIOLATION:
-            return [ctl.Alert(Reason.MALFORMED, f"{self.state}, yet {event}")]
         if cell is NOT_READY:
             raise self.unavailable()
         if cell is ILLEGAL:
