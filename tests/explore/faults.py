@@ -10,33 +10,12 @@ from tests.explore.small import LATER_S
 from tests.explore.state import Draft, Stream
 from tests.explore.view import IDLE, Event, View
 
-KINDS = {
-    "lose": "a message on a stream that works is lost",
-    "duplicate": "a message arrives twice",
-    "break": "a stream breaks; what is on it arrives late or never",
-    "crash leader": "the leader crashes, also between two writes; a successor leads",
-    "crash rank": "a rank dies, and its group restarts from a saved map",
-    "resize": "the group goes over into another generation at the next epoch, with its map",
-    "lose lease": "the leader loses its lease and knows it",
-    "take lease": "another replica takes the lease, and the leader does not know it yet",
-    "write": "the store does not take the writes of an event, from any of them on",
-    "reload": "the engine loads other weights",
-    "move": "the engine moves experts by itself",
-    "gate": "a poll fails on one rank",
-    "checksum": "a rank receives wrong bytes",
-    "transfer": "a batch of copies runs into its deadline on one rank",
-    "deadline": "a deadline of the wave ends early",
-    "tick": "the leader asks again early",
-    "silence": "a rank is not heard for its lease, or hears no leader for long",
-}
-"""The name of each kind of fault, and its meaning."""
-
 Fault = tuple[Event, Callable[[Draft], object]]
 
 
 def fault_events(view: View, kinds: frozenset[str]) -> Iterator[Fault]:
     """Yield every fault that can happen now."""
-    for kind, faults in _FAULTS.items():
+    for kind, faults in KINDS.items():
         if kind in kinds:
             for event, change in faults(view):
                 yield event._replace(name=f"FAULT {kind} {event.name}".rstrip()), change
@@ -56,12 +35,14 @@ def _heads(view: View) -> Iterator[tuple[int, Stream, str, int]]:
 
 
 def _lose(view: View) -> Iterator[Fault]:
+    """A message on a stream that works is lost."""
     for rank, stream, way, message in _heads(view):
         event = Event(f"{way} stream, rank", rank, message)
         yield event, partial(take_off, rank=rank, stream=stream, way=way)
 
 
 def _duplicate(view: View) -> Iterator[Fault]:
+    """A message arrives twice."""
     for rank, stream, way, message in _heads(view):
         event = Event(f"{way} stream, rank", rank, message)
         if way == "down":
@@ -71,6 +52,7 @@ def _duplicate(view: View) -> Iterator[Fault]:
 
 
 def _break(view: View) -> Iterator[Fault]:
+    """A stream breaks; what is on it arrives late or never."""
     for rank, link in enumerate(view.links):
         for stream in link:
             if not stream.broken:
@@ -86,6 +68,7 @@ def break_stream(draft: Draft, *, rank: int, stream: Stream) -> None:
 
 
 def _crash_leader(view: View) -> Iterator[Fault]:
+    """The leader crashes, also between two writes; a successor leads."""
     if not view.leads:
         return
     yield Event(""), Draft.crash
@@ -114,6 +97,7 @@ def _deliveries(view: View) -> Iterator[tuple[int, Stream, tuple]]:
 
 
 def _lose_lease(view: View) -> Iterator[Fault]:
+    """The leader loses its lease and knows it."""
     if view.leads:
         yield Event(""), lose_lease
 
@@ -125,6 +109,7 @@ def lose_lease(draft: Draft) -> None:
 
 
 def _take_lease(view: View) -> Iterator[Fault]:
+    """Another replica takes the lease, and the leader does not know it yet."""
     if view.leads and not view.old:
         yield Event(""), take_lease
 
@@ -135,6 +120,7 @@ def take_lease(draft: Draft) -> None:
 
 
 def _write(view: View) -> Iterator[Fault]:
+    """The store does not take the writes of an event, from any of them on."""
     for rank, stream, event in _deliveries(view):
         asked = view.tables.leaders.step(view.leader, event).asked
         for first in range(asked):
@@ -146,17 +132,20 @@ def _write(view: View) -> Iterator[Fault]:
 
 
 def _tick(view: View) -> Iterator[Fault]:
+    """The leader asks again early."""
     if view.leads and not view.still:
         yield Event(""), partial(Draft.leader_event, who="leader", event=("tick", LATER_S))
 
 
 def _deadline(view: View) -> Iterator[Fault]:
+    """A deadline of the wave ends early."""
     for who, state in (("leader", view.leader), ("old", view.old)):
         if view.tables.leaders.facts[state].has_deadline:
             yield Event(f"at {who}"), partial(Draft.leader_event, who=who, event=("deadline",))
 
 
 def _silence(view: View) -> Iterator[Fault]:
+    """A rank is not heard for its lease, or hears no leader for long."""
     facts = view.facts
     for rank, rank_facts in enumerate(view.ranks):
         if facts.running and facts.fresh[rank] and view.connected(rank):
@@ -179,12 +168,14 @@ def _silence(view: View) -> Iterator[Fault]:
 
 
 def _crash_rank(view: View) -> Iterator[Fault]:
+    """A rank dies, and its group restarts from a saved map."""
     for rank, facts in enumerate(view.ranks):
         if facts is not None:
             yield Event("", rank), partial(Draft.rank_dies, rank=rank)
 
 
 def _resize(view: View) -> Iterator[Fault]:
+    """The group goes over into another generation at the next epoch, with its map."""
     # The number of ranks stays, since all states have it. What the controller has to follow is a
     # generation at an epoch that no plan led to.
     if view.group_lives and not (view.passing or view.around.reload):
@@ -198,11 +189,13 @@ def go_over(draft: Draft) -> None:
 
 
 def _reload(view: View) -> Iterator[Fault]:
+    """The engine loads other weights."""
     if view.group_lives and not view.around.reload:
         yield Event(""), lambda draft: draft.change(reload=1)
 
 
 def _move(view: View) -> Iterator[Fault]:
+    """The engine moves experts by itself."""
     if view.group_lives and not (view.busy or view.passing or view.around.reload):
         yield Event(""), move_experts
 
@@ -213,16 +206,19 @@ def move_experts(draft: Draft) -> None:
 
 
 def _gate(view: View) -> Iterator[Fault]:
+    """A poll fails on one rank."""
     for rank, facts in enumerate(view.ranks):
         if view.polling and facts is not None and not facts.passed and facts.resolves:
             yield Event("poll of rank", rank), partial(boundary_fails, rank=rank)
 
 
 def _checksum(view: View) -> Iterator[Fault]:
+    """A rank receives wrong bytes."""
     yield from _of_copies(view, ("corrupt",))
 
 
 def _transfer(view: View) -> Iterator[Fault]:
+    """A batch of copies runs into its deadline on one rank."""
     yield from _of_copies(view, ("abort_communicator",))
 
 
@@ -232,7 +228,7 @@ def _of_copies(view: View, event: tuple) -> Iterator[Fault]:
             yield Event("at rank", rank), partial(Draft.rank_event, rank=rank, event=event)
 
 
-_FAULTS: dict[str, Callable[[View], Iterator[Fault]]] = {
+KINDS: dict[str, Callable[[View], Iterator[Fault]]] = {
     "lose": _lose,
     "duplicate": _duplicate,
     "break": _break,
@@ -251,4 +247,4 @@ _FAULTS: dict[str, Callable[[View], Iterator[Fault]]] = {
     "tick": _tick,
     "silence": _silence,
 }
-assert _FAULTS.keys() == KINDS.keys()
+"""The name of each kind of fault, and what yields those that can happen now."""
