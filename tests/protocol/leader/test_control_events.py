@@ -90,14 +90,6 @@ def test_policy_is_used_and_stored():
         Operator(control_of(S.FOLLOWER)).set_policy(policy, {}, 0.0)
 
 
-def test_a_freeze_ends_by_the_unix_clock_as_it_was_set():
-    control = control_of()
-    Operator(control).freeze(100.0, 0.0)
-    assert planning_loop_of(control).closed(50.0, PlanKind.AUTOMATIC) is Reason.FROZEN
-    control.handle(ctl.ClockStepped(60.0), 50.0)
-    assert planning_loop_of(control).closed(50.0, PlanKind.AUTOMATIC) is None
-
-
 def test_a_new_leader_uses_the_stored_policy_and_records_what_the_store_lost():
     control, policy = control_of(S.FOLLOWER), DeploymentPolicy(mode=Mode.OBSERVE)
     stored = ctl.StoredRecords(policy=policy, loss={"reason": "recovered"})

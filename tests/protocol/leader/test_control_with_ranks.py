@@ -432,22 +432,3 @@ def test_a_resume_ends_a_freeze_and_a_repeated_one_writes_nothing():
     assert (document.body["frozen_until"], document.body["held"]) == (0.0, False)
     assert planning_loop_of(control).closed(3.0, PlanKind.AUTOMATIC) is None
     assert Operator(control).resume(4.0) == []
-
-
-def test_a_larger_group_is_registered_when_all_its_ranks_are_here():
-    group = Group()
-    for rank in (3, 2, 1, 0):
-        group.hello_of_larger(rank, 20 + rank)
-    membership = group.control.membership
-    assert (membership.generation, membership.shape) == ("g9", LARGER)
-    assert sorted(membership.members) == [0, 1, 2, 3]
-
-
-def test_ended_plans_a_leader_loads_are_forgotten_beyond_a_few():
-    group = Group()
-    records = group.control.records
-    for number in range(100):
-        records.add(plan_of(1, f"p{number}"), PlanPhase.REFUSED, Reason.STALE_BASE, float(number))
-    kept = len(records.by_id)
-    records.load([*records.by_id.values(), *(r for r in Group().control.records.by_id.values())])
-    assert len(records.by_id) == kept == 16
