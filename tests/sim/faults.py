@@ -60,7 +60,7 @@ def plan_faults(world, until: float) -> None:
     world.wrong_prepares = rng.choice((0.0, 0.0, 0.3))
     for _ in range(rng.choice((0, 1, 2, 4, 6))):
         fault = rng.choice(FAULTS)
-        world.at(1.0 + rng.random() * (until - 1.0), fault, world, {})
+        world.at(1.0 + rng.random() * (until - 1.0), inflict, world, fault)
     for _ in range(rng.choice((0, 1, 2, 3, 4))):
         arm(world, rng.choice(MOMENTS), rng.choice(FAULTS), rng.choice((1, 1, 2, 3, 5)))
     if world.seed % STOPS_EVERY == STOPS_EVERY // 2:
@@ -148,6 +148,12 @@ def arm(world, moment: str, fault, nth: int) -> None:
 # --- faults ---------------------------------------------------------------------------------------
 
 
+def inflict(world, fault) -> None:
+    """Let a fault happen at any replica or rank, unless the calm has begun."""
+    if not world.calm:
+        fault(world, {})
+
+
 def _replica(world, context):
     return context.get("replica") or world.rng.choice(world.replicas)
 
@@ -157,28 +163,23 @@ def _rank(world, context):
 
 
 def crash_replica(world, context) -> None:
-    if world.calm:
-        return
     replica = _replica(world, context)
     replica.crash()
     world.after(0.2 + 4.0 * world.rng.random(), replica.start)
 
 
 def crash_both(world, _context) -> None:
-    if world.calm:
-        return
     for replica in world.replicas:
         replica.crash()
         world.after(0.2 + 4.0 * world.rng.random(), replica.start)
 
 
 def pause_replica(world, context) -> None:
-    if not world.calm:
-        _replica(world, context).pause(0.3 + 6.0 * world.rng.random())
+    _replica(world, context).pause(0.3 + 6.0 * world.rng.random())
 
 
 def crash_rank(world, context) -> None:
-    if not world.calm and world.fleet.ranks:
+    if world.fleet.ranks:
         rank = _rank(world, context)
         planned = world.rng.random() < 0.3
         world.note(f"rank {rank.rank} {'stops as planned' if planned else 'crashes'}")
@@ -186,8 +187,6 @@ def crash_rank(world, context) -> None:
 
 
 def cut_streams(world, _context) -> None:
-    if world.calm:
-        return
     for stream in list(world.network.streams.values()):
         if world.rng.random() < 0.5:
             world.network.cut(stream)
@@ -195,8 +194,6 @@ def cut_streams(world, _context) -> None:
 
 def partition(world, _context) -> None:
     """Cut some ranks off from some replicas for a while."""
-    if world.calm:
-        return
     pairs = {
         (rank, replica.name)
         for rank in range(world.fleet.num_ranks)
@@ -209,8 +206,6 @@ def partition(world, _context) -> None:
 
 
 def store_down(world, _context) -> None:
-    if world.calm:
-        return
     world.note("store goes down")
     world.store.down = True
     world.after(0.2 + 4.0 * world.rng.random(), store_up, world)
@@ -221,8 +216,6 @@ def store_up(world) -> None:
 
 
 def store_loses_last_write(world, context) -> None:
-    if world.calm:
-        return
     world.note("store loses its last write")
     world.store.lose_last_write()
     if world.rng.random() < 0.6:
@@ -230,8 +223,6 @@ def store_loses_last_write(world, context) -> None:
 
 
 def store_flushed(world, context) -> None:
-    if world.calm:
-        return
     world.note("store is flushed")
     world.store.flush()
     if world.rng.random() < 0.5:
@@ -239,7 +230,7 @@ def store_flushed(world, context) -> None:
 
 
 def poll_fails(world, context) -> None:
-    if world.calm or not world.fleet.ranks:
+    if not world.fleet.ranks:
         return
     some = (
         [_rank(world, context).rank]
@@ -251,8 +242,6 @@ def poll_fails(world, context) -> None:
 
 
 def fleet_idles(world, _context) -> None:
-    if world.calm:
-        return
     world.note("fleet idles")
     world.fleet.idle = True
     world.after(0.5 + 6.0 * world.rng.random(), fleet_goes_on, world)
@@ -263,13 +252,12 @@ def fleet_goes_on(world) -> None:
 
 
 def reload(world, _context) -> None:
-    if not world.calm:
-        world.after(0, world.fleet.begin_reload, world.rng.random() < 0.7)
+    world.after(0, world.fleet.begin_reload, world.rng.random() < 0.7)
 
 
 def rank_disabled(world, context) -> None:
     """An agent meets an error and refuses waves until the group restarts."""
-    if world.calm or not world.fleet.ranks:
+    if not world.fleet.ranks:
         return
     rank, fleet = _rank(world, context), world.fleet
     world.note(f"rank {rank.rank} refuses waves")
@@ -280,7 +268,7 @@ def rank_disabled(world, context) -> None:
 def clock_stepped(world, context) -> None:
     """A controller's Unix clock is set."""
     replica = _replica(world, context)
-    if world.calm or not replica.alive or replica.paused:
+    if not replica.alive or replica.paused:
         return
     replica.seat.feed(ctl.ClockStepped(world.rng.choice((-2.0, -0.3, 0.0, 0.5, 3.0))))
 
@@ -288,7 +276,7 @@ def clock_stepped(world, context) -> None:
 def plan_measured(world, context) -> None:
     """A controller has measured what a plan delivered."""
     replica = _replica(world, context)
-    if world.calm or not replica.alive or replica.paused:
+    if not replica.alive or replica.paused:
         return
     gain = world.rng.choice((-0.1, 0.0, 0.2))
     known = list(replica.seat.control.records.by_id) or [PlanId("unknown")]
@@ -298,8 +286,6 @@ def plan_measured(world, context) -> None:
 
 def lossy(world, _context) -> None:
     """The network is very bad for a while."""
-    if world.calm:
-        return
     network = world.network
     before = (network.drop, network.duplicate, network.linger)
     network.drop, network.duplicate, network.linger = 0.5, 0.3, 0.3
@@ -313,8 +299,6 @@ def restore(world, before) -> None:
 
 def abandoned(world, _context) -> None:
     """Ranks connect to another replica while their old streams are still open."""
-    if world.calm:
-        return
     for rank in world.fleet.ranks:
         if world.rng.random() < 0.7:
             world.after(0.3 * world.rng.random(), rank.abandon)
@@ -322,22 +306,18 @@ def abandoned(world, _context) -> None:
 
 def echoes(world, _context) -> None:
     """Recent messages arrive again, some of ended waves."""
-    if world.calm:
-        return
     for _ in range(world.rng.choice((1, 2, 4))):
         world.network.echo(0.05)
 
 
 def handover(world, _context) -> None:
     """The store ends a lease early: leadership moves although no replica died."""
-    if world.calm:
-        return
     world.note("the lease runs out")
     world.store.shelf.lease_until = 0.0
     if world.rng.random() < 0.5:
         abandoned(world, {})
     if world.rng.random() < 0.5:
-        world.after(0.5 + 2.0 * world.rng.random(), handover, world, {})
+        world.after(0.5 + 2.0 * world.rng.random(), inflict, world, handover)
 
 
 def second_group(world) -> None:
