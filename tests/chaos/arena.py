@@ -161,7 +161,7 @@ class Arena:
 
     async def leader(self) -> ControllerProcess | None:
         for controller in self.controllers:
-            if await controller.leads():
+            if await controller.status_if_leader() is not None:
                 return controller
         return None
 

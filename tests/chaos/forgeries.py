@@ -257,18 +257,20 @@ def two_outcomes_on_the_wire(forger):
 def uncommitted_wave(forger):
     """The store counts a wave that no rank swapped."""
 
-    def change(keys):
-        name = next(iter(keys["plans"]))
-        keys["plans"][name] = _one_wave_more(keys["plans"][name])
-
-    forger.last_dump(change)
+    forger.last_dump(lambda keys: _change_plans(keys, _count_a_wave_more, most=1))
 
 
-def _one_wave_more(body):
-    """Return a stored record of a plan that counts one wave more."""
-    record = json.loads(zstandard.decompress(base64.b64decode(body)))
+def _count_a_wave_more(record):
     record["waves_committed"] += 1
-    return base64.b64encode(zstandard.compress(json.dumps(record).encode())).decode()
+
+
+def _change_plans(keys, change, most=None):
+    """Change the stored records of the first plans; of all if `most` is None."""
+    for name, body in list(keys["plans"].items())[:most]:
+        record = json.loads(zstandard.decompress(base64.b64decode(body)))
+        change(record)
+        changed = zstandard.compress(json.dumps(record).encode())
+        keys["plans"][name] = base64.b64encode(changed).decode()
 
 
 def wrong_report(forger):
@@ -320,24 +322,16 @@ def garbled_stream(forger):
 def plan_without_an_end(forger):
     """The record of a plan says at the end that the plan is under way."""
 
-    def change(keys):
-        name, body = next(iter(keys["plans"].items()))
-        record = json.loads(zstandard.decompress(base64.b64decode(body)))
+    def change(record):
         record["phase"] = "migrating"
-        body = zstandard.compress(json.dumps(record).encode())
-        keys["plans"][name] = base64.b64encode(body).decode()
 
-    forger.last_dump(change)
+    forger.last_dump(lambda keys: _change_plans(keys, change, most=1))
 
 
 def miscounted_waves(forger):
     """The record of a plan counts one wave more than the ranks swapped."""
 
-    def change(keys):
-        for name, body in keys["plans"].items():
-            keys["plans"][name] = _one_wave_more(body)
-
-    forger.last_dump(change)
+    forger.last_dump(lambda keys: _change_plans(keys, _count_a_wave_more))
 
 
 def wrong_record(forger):

@@ -159,12 +159,7 @@ class Operator:
 
     async def _leader(self) -> tuple[ControllerProcess, dict[str, Any]] | None:
         for process in self.controllers:
-            status = await process.status()
-            if (
-                status is not None
-                and status["leader"] == process.name
-                and status["state"] != "follower"
-            ):
+            if (status := await process.status_if_leader()) is not None:
                 return process, status
         return None
 

@@ -246,11 +246,12 @@ class ControllerProcess(Child):
     async def status(self) -> dict[str, Any] | None:
         return await self.get(f"/v1/deployments/{DEPLOYMENT}")
 
-    async def leads(self) -> bool:
+    async def status_if_leader(self) -> dict[str, Any] | None:
+        """The status of the deployment if this replica leads it."""
         status = await self.status()
-        return (
-            status is not None and status["leader"] == self.name and status["state"] != "follower"
-        )
+        if status is None or status["leader"] != self.name or status["state"] == "follower":
+            return None
+        return status
 
     async def ready(self) -> bool:
         return self.running and await self.get("/readyz") is not None
