@@ -10,6 +10,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord, WaveKey
+from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.control_messages import (
     ControlAction,
     CoordinatorAction,
@@ -118,29 +119,29 @@ class PlanExecutor:
         assert self.group is not None
         return plan.weights_version != self.group.weights_version
 
-    def plan_problem(self, plan: Plan) -> Refusal | None:
-        """R17: return the invariant that the plan as a whole breaks."""
+    @property
+    def _shape(self) -> ModelShape:
         shape = self.membership.shape
         assert shape is not None
-        return plan_refusal(plan, shape)
+        return shape
+
+    def plan_problem(self, plan: Plan) -> Refusal | None:
+        """R17: return the invariant that the plan as a whole breaks."""
+        return plan_refusal(plan, self._shape)
 
     def wave_problem(self, plan: Plan, index: int) -> Refusal | None:
         """R17: return the invariant that the wave breaks on the placement before it."""
-        shape = self.membership.shape
-        assert shape is not None
         return wave_refusal(
             plan.waves[index],
             placement_at(plan, index),
-            shape,
+            self._shape,
             self.membership.staging_bytes(),
             allow_duplicates=plan.allow_duplicates,
         )
 
     def pool_problem(self, plan: Plan, index: int) -> Refusal | None:
         """R11: return the refusal of a wave that would fill a buffer which it frees itself."""
-        shape = self.membership.shape
-        assert shape is not None
-        return pool_refusal(plan.waves[index], placement_at(plan, index), shape)
+        return pool_refusal(plan.waves[index], placement_at(plan, index), self._shape)
 
     # --- waves ------------------------------------------------------------------------------------
 

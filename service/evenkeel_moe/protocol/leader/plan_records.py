@@ -271,10 +271,8 @@ class PlanRecords:
     def sweep(self, is_stale: Callable[[PlanRecord], bool], unix: float) -> list[PersistPlan]:
         """End proposals that have expired or whose base is stale."""
         changes = []
-        for record in self.open:
+        for record in self.proposals:
             expires_at = record.plan.expires_at
-            if record.phase is not PlanPhase.PROPOSED:
-                continue
             if expires_at is not None and unix >= expires_at:
                 changes.append(self._expire(record, unix))
             elif is_stale(record):
@@ -287,11 +285,7 @@ class PlanRecords:
 
         Proposals by hand are frequent, and each is kept until it expires.
         """
-        waiting = [
-            record
-            for record in self.open
-            if record.phase is PlanPhase.PROPOSED and record.plan.kind is not PlanKind.AUTOMATIC
-        ]
+        waiting = [r for r in self.proposals if r.plan.kind is not PlanKind.AUTOMATIC]
         detail = f"{_MOST_PROPOSALS} newer proposals wait"
         excess = waiting[: max(0, len(waiting) - _MOST_PROPOSALS)]
         return [self._expire(record, unix, detail) for record in excess]
