@@ -92,7 +92,7 @@ def test_a_policy_that_fails_in_its_own_way_ends_the_cycle_with_its_error(monkey
     ended = run_cycle(inputs(skewed(60), policy="broken"))
     assert (ended.passed, ended.reason) == (False, Reason.PLANNER_FAILED)
     line = broken.__code__.co_firstlineno + 1
-    assert ended.detail == f"ValueError: nobody thought of this ({__file__}:{line})"
+    assert ended.detail == f"ValueError: nobody thought of this ({__name__}:{line})"
 
 
 def test_a_cycle_scales_its_verdict_by_what_earlier_plans_delivered():

@@ -199,11 +199,12 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
 def failure_of(error: Exception) -> tuple[Reason, str]:
     """Return the reason with which a raised error ends a cycle, and its text.
 
-    The text of an error that is not ours ends with the file and the line that raised it.
+    The text of an error that is not ours ends with the module and the line that raised it. REST
+    shows the text, so it has no path of the machine.
     """
     if not isinstance(error, EvenkeelError):
         *_, (frame, line) = walk_tb(error.__traceback__)
-        where = f"{frame.f_code.co_filename}:{line}"
+        where = f"{frame.f_globals.get('__name__')}:{line}"
         return Reason.PLANNER_FAILED, f"{type(error).__name__}: {error} ({where})"
     invalid = error.reason is Reason.INVALID_INPUT
     return Reason.PLANNER_FAILED if invalid else error.reason, str(error)
