@@ -26,7 +26,7 @@ from evenkeel_moe.api.schemas import (
 from evenkeel_moe.api.words.advice import CALLS, advice_text, outcome_text
 from evenkeel_moe.api.words.gates import hold_words
 from evenkeel_moe.api.words.health import health_elsewhere, health_of
-from evenkeel_moe.api.words.plan_figures import details, figures
+from evenkeel_moe.api.words.plan_figures import details, figures, is_by_tokens
 from evenkeel_moe.api.words.plans import MAY_COST, plan_text, story_rows
 from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.errors import InvalidInput, Reason, ShapeMismatch, Unavailable
@@ -87,6 +87,7 @@ def plan_out(record: PlanRecord, status: DeploymentStatus | None) -> PlanOut:
         target=placement_out(record.plan.target, None),
         wave_list=_waves(record.plan),
         story=story_rows(record),
+        gain_by_tokens=is_by_tokens(record.plan),
         figures=figures(record, status),
         details=details(record.plan.numbers),
     )

@@ -232,6 +232,8 @@ class PlanOut(PlanSummary):
     wave_list: list[WaveOut]
     story: list[JsonObject]
     """The events in order, each with `text` and `phase_text`: the event and the phase in words."""
+    gain_by_tokens: bool
+    """True if the predicted gain counts tokens, because nothing was known of time."""
     figures: list[Figure]
     """The plan promises, delivered and costs these."""
     details: list[Figure]

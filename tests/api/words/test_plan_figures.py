@@ -3,8 +3,11 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from evenkeel_moe.api.convert import plan_out
 from evenkeel_moe.api.words.plan_figures import Figure, details, figures
+from evenkeel_moe.model.cost import CostSource
 from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.planning.decision.calibration import Calibration
 from evenkeel_moe.planning.decision.cycle import run_cycle
@@ -50,6 +53,25 @@ def test_a_layer_that_several_waves_change_is_counted_once():
     twice = replace(record.plan, waves=(wave, replace(wave, index=1)))
     told = {figure.name: figure for figure in figures(replace(record, plan=twice), make_status())}
     assert told["Waves"].note == "1 layer changes" and " of 2 " in told["Waves"].value
+
+
+@pytest.mark.parametrize(
+    ("source", "balance", "by_tokens"),
+    [
+        (CostSource.TOKENS, {"time_balance": 0.9}, True),
+        (CostSource.PROFILED, {}, False),
+        (None, {}, True),
+        (None, {"time_balance": 0.9}, False),
+    ],
+)
+def test_a_gain_by_tokens_does_not_claim_time(source, balance, by_tokens):
+    record = make_plan()
+    record = replace(record, plan=replace(record.plan, cost_source=source))
+    record.plan.numbers.update(balance, gain=0.081)
+    shown = plan_out(record, None)
+    assert shown.gain_by_tokens is by_tokens
+    name = f"Predicted saving of MoE time{' (by tokens)' if by_tokens else ''}"
+    assert name in [figure.name for figure in shown.figures]
 
 
 def test_plans_that_calibrated_a_promise_are_counted():

@@ -75,10 +75,7 @@ def figures(record: PlanRecord, status: DeploymentStatus | None) -> list[Figure]
         status: of its deployment now; None if it is not known.
     """
     cost = None if status is None else status.cost_model
-    # A figure must not claim time where none was known. A plan that nothing scored has no source.
-    source, timed = record.plan.cost_source, "time_balance" in record.plan.numbers
-    by_tokens = not timed if source is None else source is CostSource.TOKENS
-    by = " (by tokens)" if by_tokens else ""
+    by = " (by tokens)" if is_by_tokens(record.plan) else ""
     # Nothing is predicted for a plan that is made for another reason than time.
     predicted = record.plan.kind.seeks_gain
     return [
@@ -91,6 +88,13 @@ def figures(record: PlanRecord, status: DeploymentStatus | None) -> list[Figure]
         _kv_cache(status),
         *([] if cost is None else [Figure("Cost model now", cost.words)]),
     ]
+
+
+def is_by_tokens(plan: Plan) -> bool:
+    """Return True if the gain counts tokens: it must not claim time where none was known."""
+    if plan.cost_source is None:  # Nothing scored the plan.
+        return "time_balance" not in plan.numbers
+    return plan.cost_source is CostSource.TOKENS
 
 
 def preview_figures(plan: Plan, status: DeploymentStatus) -> list[Figure]:

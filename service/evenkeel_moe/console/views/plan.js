@@ -162,11 +162,9 @@ function weightsWords(plan) {
 
 /** Once a plan was begun, the balance that it was made on is not that of now. */
 function Gain({ plan }) {
-  const { numbers, figures, details, cost_source: source } = plan;
+  const { numbers, figures, details } = plan;
   const words = plan.phase === "proposed" ? ["now", "then"] : ["before", "predicted after"];
-  // A figure must not claim time where none was known. A plan that nothing scored has no source.
-  const isByTokens = source === null ? !isKnown(numbers.time_balance) : source === "tokens";
-  const byTokens = isByTokens ? " (by tokens)" : "";
+  const byTokens = plan.gain_by_tokens ? " (by tokens)" : "";
   // Nothing is predicted for a rollback or an evacuation.
   const predicted = plan.may_cost_text === null;
   const title = plan.delivered ? "Promised and delivered" : "Before and after";
