@@ -112,10 +112,15 @@ def test_the_page_names_the_replica_that_leads_or_that_none_does(
 def test_a_replica_that_does_not_lead_draws_the_balance_of_the_past(
     replica: Replica, browser: Browser
 ):
-    decided = {"reason": "no_change", "plan_id": None, "numbers": {"balancedness_mean": 0.625}}
-    replica.operations.decided = [{"at": time.time() - n, **decided} for n in range(3)]
+    def decide(balance: float) -> str:
+        """Keep three decisions, and return the selector of their chart."""
+        decided = {"reason": "no_change", "numbers": {"balancedness_mean": balance}}
+        now = time.time()
+        replica.operations.decided = [{"at": now - n, "plan_id": None, **decided} for n in range(3)]
+        return f"[data-deployment=demo] .chart[aria-label$='balancedness {balance}.'] canvas"
+
+    demo = decide(0.625)
     sign_in(browser, replica)
-    demo = "[data-deployment=demo] .chart[aria-label$='balancedness 0.625.'] canvas"
     browser.wait(demo)
     replica.operations.views.pop("demo")
     replica.operations.elsewhere = [LedElsewhere(DeploymentId("demo"), None, None)]
@@ -123,6 +128,7 @@ def test_a_replica_that_does_not_lead_draws_the_balance_of_the_past(
     assert browser.find(demo) is not None
     browser.call("POST", "refresh", {})
     browser.wait(demo)
+    browser.wait(decide(0.875))
 
 
 def test_a_gain_by_tokens_does_not_claim_time(replica: Replica, browser: Browser):

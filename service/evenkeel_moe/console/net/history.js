@@ -6,22 +6,24 @@ import { deploymentPath } from "./api.js";
 import { usePoll } from "./poll.js";
 
 const SPAN_S = 3600;
+const PERIOD_MS = 10_000;
 
 /**
  * @param {import("./api.js").Api} api
  * @param {object | null} deployment as REST returns it, newest first known when null; later always
  *   the same one
  * @returns {{data: import("../lib/history.js").Point[] | null, error: Error | null}} Oldest first;
- *   null before the first answer. Kept decisions are asked for once, later ones come with the
- *   deployment.
+ *   null before the first answer. Later decisions come with the deployment, but for one that
+ *   another replica leads: there the kept ones are asked for again.
  */
 export function useHistory(api, deployment) {
   const [later, setLater] = useState([]);
   // Every replica answers this, also one that does not lead.
   const path = deployment && `${deploymentPath(deployment.deployment)}/decisions?page_size=1000`;
-  const kept = usePoll(api, path, 0);
+  const isFollower = deployment?.state === "follower";
+  const kept = usePoll(api, path, isFollower ? PERIOD_MS : 0);
   const add = (known, points) => merge(known, points, api.now() - SPAN_S);
-  const last = deployment?.state === "follower" ? null : deployment?.last_decision;
+  const last = isFollower ? null : deployment?.last_decision;
   useEffect(() => {
     if (last) setLater((old) => add(old, [pointOf(last, deployment)]));
   }, [last?.at]);
