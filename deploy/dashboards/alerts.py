@@ -7,8 +7,6 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from deploy.dashboards.parts import BLUE, BY, ONE, RED, SOURCE, YELLOW, query_of, thresholds, words
 
-__all__ = ["firing", "firing_alerts"]
-
 _SEVERITIES = {1: ("info", BLUE), 2: ("warning", YELLOW), 3: ("critical", RED)}
 _AND_CONTROLLERS = 'namespace=~"$namespace",deployment=~"$deployment|"'
 """Alerts about controllers name no deployment and concern all of them."""

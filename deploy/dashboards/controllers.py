@@ -5,8 +5,6 @@ from typing import Any
 from deploy.chart_values import bound
 from deploy.dashboards.parts import BY, GREEN, ONE, RED, line_panel, thresholds
 
-__all__ = ["controller_panels"]
-
 _ALL = '{namespace=~"$namespace"}'
 _RATE = "[$__rate_interval]"
 _OURS = f"and on (namespace, job, instance) evenkeel_build_info{_ALL}"
@@ -29,14 +27,14 @@ def _store() -> list[Any]:
         line_panel(
             "Store: time since its last answer",
             "By controller.",
-            [(f"time() - evenkeel_store_answered_timestamp_seconds{_ALL}", "{{instance}}")],
+            {"{{instance}}": f"time() - evenkeel_store_answered_timestamp_seconds{_ALL}"},
             unit="s",
         ),
         line_panel(
             "Store: time of a call",
             "95 % of the calls of the last minutes are faster, by kind of call. A lease is lost if"
             " its calls take longer than a third of leader.lease_s.",
-            [(_quantile(calls, _ALL, "operation"), "{{operation}}")],
+            {"{{operation}}": _quantile(calls, _ALL, "operation")},
             unit="s",
         ),
     ]
@@ -44,29 +42,21 @@ def _store() -> list[Any]:
 
 def _planner() -> list[Any]:
     where = f"{{{ONE}}}"
+    cycle = _quantile("evenkeel_cycle_duration_seconds", where, BY)
+    planner = _quantile("evenkeel_planner_duration_seconds", where, BY)
     return [
         line_panel(
             "Time of a cycle",
             "95 % of the cycles are faster: from the beginning to the reason, the wait for a"
             " planner included. The ten slowest deployments.",
-            [
-                (
-                    f"topk(10, {_quantile('evenkeel_cycle_duration_seconds', where, BY)})",
-                    "{{deployment}}",
-                )
-            ],
+            {"{{deployment}}": f"topk(10, {cycle})"},
             unit="s",
         ),
         line_panel(
             "Time of the planner",
             "95 % of the plans and verdicts are faster; a cycle beyond planner.deadline_s is given"
             " up and is not counted here. The ten slowest deployments.",
-            [
-                (
-                    f"topk(10, {_quantile('evenkeel_planner_duration_seconds', where, BY)})",
-                    "{{deployment}}",
-                )
-            ],
+            {"{{deployment}}": f"topk(10, {planner})"},
             unit="s",
         ),
     ]
@@ -79,27 +69,27 @@ def _processes() -> list[Any]:
         line_panel(
             "Processor of the controllers",
             "Cores that the controller's process uses, without the planner's processes.",
-            [(f"rate(process_cpu_seconds_total{_ALL}{_RATE}) {_OURS}", "{{instance}}")],
+            {"{{instance}}": f"rate(process_cpu_seconds_total{_ALL}{_RATE}) {_OURS}"},
             span=8,
         ),
         line_panel(
             "Memory of the controllers",
             "Resident memory of the controller's process, without the planner's processes.",
-            [(f"process_resident_memory_bytes{_ALL} {_OURS}", "{{instance}}")],
+            {"{{instance}}": f"process_resident_memory_bytes{_ALL} {_OURS}"},
             unit="bytes",
             span=8,
         ),
         line_panel(
             "Streams of ranks",
             "Open on each controller. Ranks connect to the one that leads their deployment.",
-            [(f"evenkeel_grpc_streams{_ALL}", "{{instance}}")],
+            {"{{instance}}": f"evenkeel_grpc_streams{_ALL}"},
             span=8,
         ),
         line_panel(
             "Certificates: time left",
             "Until the first certificate of each kind expires; empty without TLS. The line is the"
             " threshold of EvenkeelCertificateExpiring.",
-            [(f"{ends} - time()", "{{kind}}")],
+            {"{{kind}}": f"{ends} - time()"},
             unit="s",
             least=None,
             colors=thresholds((None, RED), (soon, GREEN)),

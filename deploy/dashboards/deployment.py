@@ -23,16 +23,16 @@ from deploy.dashboards.parts import (
     gain_of_plans,
     line_panel,
     new_board,
+    newest,
     number_panel,
     query_of,
     ranks_missing,
+    rate_of,
     state_panel,
     thresholds,
     with_section,
     words,
 )
-
-__all__ = ["deployment", "now_panels", "plan_panels"]
 
 _HELD = (
     f"max(evenkeel_held{{{ONE}}})"
@@ -50,7 +50,7 @@ def now_panels() -> list[Any]:
         state_panel(
             "Decisions",
             "The reason with which the newest cycle of the control loop ended, over time.",
-            [(f"max by (reason) (evenkeel_last_decision_reason{{{ONE}}})", "{{reason}}")],
+            {"{{reason}}": newest("evenkeel_last_decision_reason", "reason")},
         ),
     ]
 
@@ -80,7 +80,7 @@ def _state() -> list[Any]:
             "Mode",
             "observe: no plan starts by itself. propose: plans wait for approval. auto: plans start"
             " by themselves.",
-            f"max by (mode) (evenkeel_deployment_info{{{ONE}}})",
+            newest("evenkeel_deployment_info", "mode"),
             legend="{{mode}}",
             names=True,
             nothing="no leader",
@@ -88,7 +88,7 @@ def _state() -> list[Any]:
         number_panel(
             "State",
             "The state of the controller for this deployment, and why.",
-            f"max by (state, reason) (evenkeel_deployment_state{{{ONE}}})",
+            newest("evenkeel_deployment_state", "state, reason"),
             legend="{{state}} {{reason}}",
             names=True,
             nothing="no leader",
@@ -96,7 +96,7 @@ def _state() -> list[Any]:
         number_panel(
             "Newest reason",
             "The reason with which the newest cycle ended; docs/api.md says where they are listed.",
-            f"max by (reason) (evenkeel_last_decision_reason{{{ONE}}})",
+            newest("evenkeel_last_decision_reason", "reason"),
             legend="{{reason}}",
             names=True,
             nothing="no decision yet",
@@ -135,7 +135,7 @@ def _figures() -> list[Any]:
             "Time balance",
             "Red below the threshold of EvenkeelTimeBalanceLow; unknown while only tokens are"
             " known.",
-            f"max(evenkeel_time_balance_ratio{{{ONE}}})",
+            newest("evenkeel_time_balance_ratio"),
             unit="percentunit",
             colors=better_above(bound("timeBalanceMin")),
             nothing="unknown",
@@ -150,7 +150,7 @@ def _figures() -> list[Any]:
         number_panel(
             "Phase of the active plan",
             "Empty while no plan is active.",
-            f"max by (phase) (evenkeel_plan_phase{{{ONE}}})",
+            newest("evenkeel_plan_phase", "phase"),
             legend="{{phase}}",
             names=True,
             nothing="no active plan",
@@ -197,13 +197,10 @@ def _gains() -> list[Any]:
             "Saving of MoE time of the newest measured plan: promised by its verdict, and delivered"
             f" by the seconds that ranks reported before and after it, with its 95 %"
             f" interval.{_ROLLBACK}",
-            [
-                (f"max(evenkeel_plan_promised_gain_ratio{{{ONE}}})", "promised"),
-                (
-                    f"max by (bound) (evenkeel_plan_delivered_gain_ratio{{{ONE}}})",
-                    "delivered, {{bound}}",
-                ),
-            ],
+            {
+                "promised": newest("evenkeel_plan_promised_gain_ratio"),
+                "delivered, {{bound}}": newest("evenkeel_plan_delivered_gain_ratio", "bound"),
+            },
             unit="percentunit",
             least=None,
         ),
@@ -211,13 +208,13 @@ def _gains() -> list[Any]:
             "Calibration of gains",
             "The factor by which the next promise is multiplied, by what earlier plans delivered;"
             " 1 without measured plans.",
-            [(f"max(evenkeel_gain_calibration_ratio{{{ONE}}})", "calibration")],
+            {"calibration": newest("evenkeel_gain_calibration_ratio")},
         ),
         line_panel(
             "Predicted against realised balancedness",
             "Under the newest committed plan: predicted on held-out steps, and realised on the"
             " steps since.",
-            [(f"max by (basis) (evenkeel_last_plan_balancedness_ratio{{{ONE}}})", "{{basis}}")],
+            {"{{basis}}": newest("evenkeel_last_plan_balancedness_ratio", "basis")},
             unit="percentunit",
             most=1,
         ),
@@ -229,24 +226,24 @@ def _progress() -> list[Any]:
         state_panel(
             "State and phase of the plan",
             "The state of the controller for this deployment, and the phase of its plan.",
-            [
-                (f"max by (state) (evenkeel_deployment_state{{{ONE}}})", "{{state}}"),
-                (f"max by (phase) (evenkeel_plan_phase{{{ONE}}})", "plan {{phase}}"),
-            ],
+            {
+                "{{state}}": newest("evenkeel_deployment_state", "state"),
+                "plan {{phase}}": newest("evenkeel_plan_phase", "phase"),
+            },
         ),
         line_panel(
             "Waves of the active plan",
             "The ranks switch to a new placement at the end of each wave.",
-            [
-                (f"max(evenkeel_plan_waves_committed{{{ONE}}})", "committed"),
-                (f"max(evenkeel_plan_waves{{{ONE}}})", "all"),
-            ],
+            {
+                "committed": newest("evenkeel_plan_waves_committed"),
+                "all": newest("evenkeel_plan_waves"),
+            },
             span=6,
         ),
         line_panel(
             "Epoch",
             "It rises by one with each committed wave, also with those of a rollback.",
-            [(f"max(evenkeel_epoch{{{ONE}}})", "epoch")],
+            {"epoch": newest("evenkeel_epoch")},
             span=6,
         ),
     ]
@@ -280,13 +277,10 @@ def _balance_panels() -> list[Any]:
             "Balancedness",
             "Mean over max of rank load per step and layer, averaged over the window; 1 is perfect."
             " The lower line is the threshold of EvenkeelBalancednessLow.",
-            [
-                (f"max by (phase) (evenkeel_balancedness_mean_ratio{{{ONE}}})", "{{phase}} mean"),
-                (
-                    f"max by (phase) (evenkeel_balancedness_worst_ratio{{{ONE}}})",
-                    "{{phase}} worst layer",
-                ),
-            ],
+            {
+                "{{phase}} mean": newest("evenkeel_balancedness_mean_ratio", "phase"),
+                "{{phase}} worst layer": newest("evenkeel_balancedness_worst_ratio", "phase"),
+            },
             unit="percentunit",
             most=1,
             colors=better_above(bound("balancednessMin")),
@@ -296,11 +290,11 @@ def _balance_panels() -> list[Any]:
             "Time balance: MoE time if work could be split freely, over predicted MoE time; absent"
             " while nothing is known of time. Balancedness: mean over the window."
             " The lower line is the threshold of EvenkeelTimeBalanceLow.",
-            [
-                (f"max(evenkeel_time_balance_ratio{{{ONE}}})", "time balance"),
-                (f"max(evenkeel_time_balance_worst_ratio{{{ONE}}})", "time, worst layer"),
-                (f"avg(evenkeel_balancedness_mean_ratio{{{ONE}}})", "balancedness"),
-            ],
+            {
+                "time balance": newest("evenkeel_time_balance_ratio"),
+                "time, worst layer": newest("evenkeel_time_balance_worst_ratio"),
+                "balancedness": f"avg(evenkeel_balancedness_mean_ratio{{{ONE}}})",
+            },
             unit="percentunit",
             most=1,
             colors=better_above(bound("timeBalanceMin")),
@@ -309,26 +303,26 @@ def _balance_panels() -> list[Any]:
             "Cost model",
             "The source of the cost model that plans are scored by: tokens, derived, profiled or"
             " measured.",
-            [(f"max by (source) (evenkeel_cost_model_info{{{ONE}}})", "{{source}}")],
+            {"{{source}}": newest("evenkeel_cost_model_info", "source")},
         ),
         line_panel(
             "Balancedness of the worst layers",
             "Only the worst layers have a series (metrics.worst_layers).",
-            [(f"max by (layer) (evenkeel_layer_balancedness_ratio{{{ONE}}})", "layer {{layer}}")],
+            {"layer {{layer}}": newest("evenkeel_layer_balancedness_ratio", "layer")},
             unit="percentunit",
             most=1,
         ),
     ]
 
 
-def _spread(by_rank: str) -> list[tuple[str, str]]:
+def _spread(by_rank: str) -> dict[str, str]:
     """Return the queries of a value of all ranks: as many curves at 8 ranks as at 320."""
-    return [
-        (f"max({by_rank})", "highest"),
-        (f"quantile(0.9, {by_rank})", "90 % of the ranks are below"),
-        (f"quantile(0.5, {by_rank})", "median"),
-        (f"min({by_rank})", "lowest"),
-    ]
+    return {
+        "highest": f"max({by_rank})",
+        "90 % of the ranks are below": f"quantile(0.9, {by_rank})",
+        "median": f"quantile(0.5, {by_rank})",
+        "lowest": f"min({by_rank})",
+    }
 
 
 def _load_panels() -> list[Any]:
@@ -358,26 +352,23 @@ def _load_panels() -> list[Any]:
         line_panel(
             "Fullest ranks",
             "The five ranks with the highest load over the mean of the ranks.",
-            [(f"topk(5, {over_mean})", "rank {{rank}}")],
+            {"rank {{rank}}": f"topk(5, {over_mean})"},
         ),
         heat,
         _layer_matrix(),
         line_panel(
             "Redundant replicas per layer",
             "Filled slots of a layer in addition to one for each expert.",
-            [
-                (
-                    f"max by (statistic) (evenkeel_redundant_replicas_per_layer{{{ONE}}})",
-                    "{{statistic}}",
-                ),
-                (f"max by (layer) (evenkeel_layer_redundant_replicas{{{ONE}}})", "layer {{layer}}"),
-            ],
+            {
+                "{{statistic}}": newest("evenkeel_redundant_replicas_per_layer", "statistic"),
+                "layer {{layer}}": newest("evenkeel_layer_redundant_replicas", "layer"),
+            },
         ),
     ]
 
 
 def _layer_matrix() -> table.Panel:
-    expr = f"max by (layer, rank) (evenkeel_layer_rank_load_ratio{{{ONE}}})"
+    expr = newest("evenkeel_layer_rank_load_ratio", "layer, rank")
     panel = (
         table.Panel().title("Heat map of layers and ranks").datasource(SOURCE).span(12).height(9)
     )
@@ -407,34 +398,34 @@ def _migration_panels() -> list[Any]:
         line_panel(
             "Bytes moved",
             "Bytes of expert weights copied between ranks in committed waves.",
-            [(f"sum(rate(evenkeel_migrated_bytes_total{{{ONE}}}[$__rate_interval]))", "bytes")],
+            {"bytes": rate_of("evenkeel_migrated_bytes_total")},
             unit="Bps",
         ),
         line_panel(
             "Staging of the current wave",
             "Bytes staged and total bytes to stage while a plan is active.",
-            [
-                (f"max(evenkeel_staging_done_bytes{{{ONE}}})", "done"),
-                (f"max(evenkeel_staging_planned_bytes{{{ONE}}})", "planned"),
-            ],
+            {
+                "done": newest("evenkeel_staging_done_bytes"),
+                "planned": newest("evenkeel_staging_planned_bytes"),
+            },
             unit="bytes",
         ),
         line_panel(
             "Duration of waves",
             "From the first Prepare to the commit.",
-            [
-                (quantile(0.5, "evenkeel_wave_duration_seconds"), "median"),
-                (quantile(0.95, "evenkeel_wave_duration_seconds"), "95 %"),
-            ],
+            {
+                "median": quantile(0.5, "evenkeel_wave_duration_seconds"),
+                "95 %": quantile(0.95, "evenkeel_wave_duration_seconds"),
+            },
             unit="s",
         ),
         line_panel(
             "Stall of the step by swaps",
             "Per rank and wave. The line is the threshold of EvenkeelSwapStallHigh.",
-            [
-                (quantile(0.5, "evenkeel_swap_stall_seconds"), "median"),
-                (quantile(0.99, "evenkeel_swap_stall_seconds"), "99 %"),
-            ],
+            {
+                "median": quantile(0.5, "evenkeel_swap_stall_seconds"),
+                "99 %": quantile(0.99, "evenkeel_swap_stall_seconds"),
+            },
             unit="s",
             colors=thresholds((None, GREEN), (bound("swapStallSeconds"), RED)),
         ),
@@ -442,7 +433,7 @@ def _migration_panels() -> list[Any]:
 
 
 def _rank_panels() -> list[Any]:
-    pace = f"max by (rank) (evenkeel_rank_compute_seconds_per_token{{{ONE}}})"
+    pace = newest("evenkeel_rank_compute_seconds_per_token", "rank")
     slow = bound("slowRankRatio")
     return [
         line_panel(
@@ -450,12 +441,7 @@ def _rank_panels() -> list[Any]:
             "Compute time of a rank over the median rank's time for the same tokens, measured"
             " before the collective; 1 is normal. The five slowest; the line is the threshold of"
             " EvenkeelSlowRank.",
-            [
-                (
-                    f"topk(5, max by (rank) (evenkeel_rank_slowness_ratio{{{ONE}}}))",
-                    "rank {{rank}}",
-                )
-            ],
+            {"rank {{rank}}": f"topk(5, max by (rank) (evenkeel_rank_slowness_ratio{{{ONE}}}))"},
             colors=thresholds((None, GREEN), (slow, RED)),
         ),
         line_panel(
@@ -467,71 +453,60 @@ def _rank_panels() -> list[Any]:
         line_panel(
             "Ranks heard",
             "Ranks heard, declared, and stopped as planned.",
-            [
-                (f"max(sum without (rank) (evenkeel_rank_fresh{{{ONE}}}))", "heard"),
-                (f"max(evenkeel_ranks_expected{{{ONE}}})", "declared"),
-                (f"max(evenkeel_ranks_stopped{{{ONE}}})", "stopped as planned"),
-            ],
+            {
+                "heard": f"max(sum without (rank) (evenkeel_rank_fresh{{{ONE}}}))",
+                "declared": newest("evenkeel_ranks_expected"),
+                "stopped as planned": newest("evenkeel_ranks_stopped"),
+            },
         ),
         line_panel(
             "Live replicas of experts",
             "Experts of all layers with one live replica left, or none.",
-            [
-                (f"max(evenkeel_experts_down_to_one_replica{{{ONE}}})", "down to one replica"),
-                (f'max(evenkeel_experts{{{ONE},live_replicas="none"}})', "without a replica"),
-            ],
+            {
+                "down to one replica": newest("evenkeel_experts_down_to_one_replica"),
+                "without a replica": f'max(evenkeel_experts{{{ONE},live_replicas="none"}})',
+            },
         ),
         line_panel(
             "Epochs of the ranks",
             "Highest and lowest epoch. They are equal, except during the step of a swap.",
-            [
-                (f"max(evenkeel_rank_epoch{{{ONE}}})", "highest"),
-                (f"min(evenkeel_rank_epoch{{{ONE}}})", "lowest"),
-            ],
+            {
+                "highest": newest("evenkeel_rank_epoch"),
+                "lowest": f"min(evenkeel_rank_epoch{{{ONE}}})",
+            },
         ),
         state_panel(
             "Ranks in trouble",
             "Ranks whose agent refuses every wave until the engine is restarted, ten at most;"
             " empty in normal operation.",
-            [(f"topk(10, max by (rank) (evenkeel_rank_trouble{{{ONE}}}))", "rank {{rank}}")],
+            {"rank {{rank}}": f"topk(10, max by (rank) (evenkeel_rank_trouble{{{ONE}}}))"},
         ),
     ]
 
 
 def _ingest_panels() -> list[Any]:
-    rate = "[$__rate_interval]"
+    dropped = rate_of("evenkeel_report_steps_dropped_total", "rank")
     return [
         decisions_by_reason(),
         line_panel(
             "Steps in the window",
             "Complete steps in the fullest window.",
-            [(f"max(evenkeel_window_steps{{{ONE}}})", "steps")],
+            {"steps": newest("evenkeel_window_steps")},
         ),
         line_panel(
             "Rank steps accepted and rejected",
             "Steps summed over ranks; rejected steps are not used.",
-            [
-                (f"sum(rate(evenkeel_report_steps_total{{{ONE}}}{rate}))", "accepted"),
-                (
-                    f"sum by (reason) (rate(evenkeel_report_steps_rejected_total{{{ONE}}}{rate}))",
-                    "{{reason}}",
-                ),
-            ],
+            {
+                "accepted": rate_of("evenkeel_report_steps_total"),
+                "{{reason}}": rate_of("evenkeel_report_steps_rejected_total", "reason"),
+            },
             unit="ops",
         ),
         line_panel(
             "Steps dropped by recorders",
             "A recorder drops its oldest steps if the controller does not accept its reports. The"
             " five ranks that drop most.",
-            [
-                (
-                    (
-                        "topk(5, sum by (rank)"
-                        f" (rate(evenkeel_report_steps_dropped_total{{{ONE}}}{rate})))"
-                    ),
-                    "rank {{rank}}",
-                )
-            ],
+            {"rank {{rank}}": f"topk(5, {dropped})"},
             unit="ops",
         ),
         age_of_steps("max", "age"),

@@ -16,13 +16,12 @@ from deploy.dashboards.parts import (
     SOURCE,
     YELLOW,
     better_above,
+    newest,
     query_of,
     ranks_missing,
     thresholds,
     words,
 )
-
-__all__ = ["deployments_table"]
 
 _PAGE = (
     "/d/evenkeel-deployment?var-datasource=${datasource}&var-namespace=${__data.fields.namespace}"
@@ -42,7 +41,7 @@ _COLUMNS = {
     "D": ("warnings", f"{_count('warning')} + {_NONE}"),
     "E": ("lowest balancedness", _BALANCE),
     "F": ("ranks missing", ranks_missing()),
-    "G": ("held", f"max by ({BY}) (evenkeel_held{{{ONE}}})"),
+    "G": ("held", newest("evenkeel_held", BY)),
     "H": (
         "age of the last plan",
         f"time() - max by ({BY}) (evenkeel_last_plan_committed_timestamp_seconds{{{ONE}}})",
@@ -66,8 +65,8 @@ def deployments_table() -> table.Panel:
         " balance. A click on the name opens its dashboard."
     )
     names = {
-        "A": f"max by ({BY}, mode, policy, leader) (evenkeel_deployment_info{{{ONE}}})",
-        "B": f"max by ({BY}, state, reason) (evenkeel_deployment_state{{{ONE}}})",
+        "A": newest("evenkeel_deployment_info", f"{BY}, mode, policy, leader"),
+        "B": newest("evenkeel_deployment_state", f"{BY}, state, reason"),
         **{letter: expr for letter, (_, expr) in _COLUMNS.items()},
     }
     for letter, expr in names.items():

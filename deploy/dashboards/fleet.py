@@ -20,15 +20,14 @@ from deploy.dashboards.parts import (
     gain_of_plans,
     line_panel,
     new_board,
+    newest,
     number_panel,
     ranks_missing,
+    rate_of,
     thresholds,
     with_section,
 )
 
-__all__ = ["fleet"]
-
-_RATE = "[$__rate_interval]"
 _OF_CONTROLLERS = '{namespace=~"$namespace"}'
 
 
@@ -50,18 +49,17 @@ def fleet() -> dashboard.Dashboard:
 
 def _numbers() -> list[stat.Panel]:
     bad_above_zero = thresholds((None, GREEN), (1, RED))
-    least = bound("balancednessMin")
+    led = newest("evenkeel_leading", BY)
     return [
         number_panel(
             "Deployments led",
             "Deployments that a controller replica leads.",
-            f"sum(max by ({BY}) (evenkeel_leading{{{ONE}}}))",
+            f"sum({led})",
         ),
         number_panel(
             "Without a leader",
             "Deployments that controller replicas know but none leads.",
-            f"count(max by ({BY}) (evenkeel_leading{{{ONE}}}))"
-            f" - sum(max by ({BY}) (evenkeel_leading{{{ONE}}}))",
+            f"count({led}) - sum({led})",
             colors=bad_above_zero,
         ),
         number_panel(
@@ -76,7 +74,7 @@ def _numbers() -> list[stat.Panel]:
             " EvenkeelBalancednessLow.",
             f"min(max by ({BY}, phase) (evenkeel_balancedness_mean_ratio{{{ONE}}}))",
             unit="percentunit",
-            colors=better_above(least),
+            colors=better_above(bound("balancednessMin")),
         ),
         number_panel(
             "Stores out of reach",
@@ -100,54 +98,43 @@ def _balance() -> list[Any]:
         line_panel(
             title,
             f"Mean over max of rank load, {what}; 1 is perfect. The ten lowest.{more}",
-            [
-                (
-                    (
-                        f"bottomk(10, max by ({BY}, phase)"
-                        f" (evenkeel_balancedness_{metric}_ratio{{{ONE}}}))"
-                    ),
-                    "{{deployment}} {{phase}}",
-                )
-            ],
+            {"{{deployment}} {{phase}}": f"bottomk(10, {newest(metric, f'{BY}, phase')})"},
             unit="percentunit",
             most=1,
             colors=colors,
         )
         for metric, title, what, more, colors in (
             (
-                "mean",
+                "evenkeel_balancedness_mean_ratio",
                 "Balancedness, mean",
                 "averaged over layers",
                 " The lines are the colours of the table above.",
                 better_above(least),
             ),
-            ("worst", "Balancedness, worst layer", "of the worst layer", "", None),
+            (
+                "evenkeel_balancedness_worst_ratio",
+                "Balancedness, worst layer",
+                "of the worst layer",
+                "",
+                None,
+            ),
         )
     ]
 
 
 def _plans() -> list[Any]:
+    ended = f"increase(evenkeel_plans_ended_total{{{ONE}}}[1h])"
     return [
         decisions_by_reason(),
         line_panel(
             "Plans ended in the last hour",
             "Plans by result. The first change of a new counter is not visible.",
-            [
-                (
-                    f"sum by ({BY}, phase) (increase(evenkeel_plans_ended_total{{{ONE}}}[1h]))",
-                    "{{deployment}} {{phase}}",
-                )
-            ],
+            {"{{deployment}} {{phase}}": f"sum by ({BY}, phase) ({ended})"},
         ),
         line_panel(
             "Expert weights moved",
             "Bytes copied between ranks in committed waves.",
-            [
-                (
-                    f"sum by ({BY}) (rate(evenkeel_migrated_bytes_total{{{ONE}}}{_RATE}))",
-                    "{{deployment}}",
-                )
-            ],
+            {"{{deployment}}": rate_of("evenkeel_migrated_bytes_total", BY)},
             unit="Bps",
         ),
         gain_of_plans(
@@ -164,23 +151,13 @@ def _ingest() -> list[Any]:
         line_panel(
             "Rank steps taken in",
             "Steps accepted from reports, summed over ranks.",
-            [
-                (
-                    f"sum by ({BY}) (rate(evenkeel_report_steps_total{{{ONE}}}{_RATE}))",
-                    "{{deployment}}",
-                )
-            ],
+            {"{{deployment}}": rate_of("evenkeel_report_steps_total", BY)},
             unit="ops",
         ),
         line_panel(
             "Rank steps rejected",
             "Quarantined steps by reason; they are not used.",
-            [
-                (
-                    f"sum by (reason) (rate(evenkeel_report_steps_rejected_total{{{ONE}}}{_RATE}))",
-                    "{{reason}}",
-                )
-            ],
+            {"{{reason}}": rate_of("evenkeel_report_steps_rejected_total", "reason")},
             unit="ops",
         ),
         age_of_steps(f"max by ({BY}) ", "{{deployment}}"),

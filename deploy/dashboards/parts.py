@@ -16,32 +16,6 @@ from grafana_foundation_sdk.models import dashboard as models
 
 from deploy.chart_values import Bound, bound
 
-__all__ = [
-    "BLUE",
-    "BY",
-    "GREEN",
-    "ONE",
-    "RED",
-    "SOURCE",
-    "YELLOW",
-    "age_of_steps",
-    "annotation_of",
-    "better_above",
-    "decisions_by_reason",
-    "gain_of_plans",
-    "line_panel",
-    "new_board",
-    "number_panel",
-    "query_of",
-    "ranks_missing",
-    "state_panel",
-    "thresholds",
-    "with_queries",
-    "with_section",
-    "with_variables",
-    "words",
-]
-
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 ONE = 'namespace=~"$namespace",deployment=~"$deployment"'
 BY = "namespace, deployment"
@@ -58,9 +32,23 @@ def query_of(
     return query.instant() if instant else query.range()
 
 
-def with_queries(panel: Any, queries: list[tuple[str, str]]) -> Any:
-    """Return the panel with a target for each (expression, legend)."""
-    for letter, (expr, legend) in zip("ABCDEF", queries, strict=False):
+def newest(metric: str, by: str = "") -> str:
+    """Return the query of a gauge: the maximum over replicas, by these labels."""
+    return f"max{_labels(by)}({metric}{{{ONE}}})"
+
+
+def rate_of(metric: str, by: str = "") -> str:
+    """Return the query of a counter's rate: the sum over replicas, by these labels."""
+    return f"sum{_labels(by)}(rate({metric}{{{ONE}}}[$__rate_interval]))"
+
+
+def _labels(by: str) -> str:
+    return f" by ({by}) " if by else ""
+
+
+def with_queries(panel: Any, queries: Mapping[str, str]) -> Any:
+    """Return the panel with a target for each expression, by legend."""
+    for letter, (legend, expr) in zip("ABCDEF", queries.items(), strict=False):
         panel = panel.with_target(query_of(expr, legend, letter=letter))
     return panel
 
@@ -68,7 +56,7 @@ def with_queries(panel: Any, queries: list[tuple[str, str]]) -> Any:
 def line_panel(
     title: str,
     description: str,
-    queries: list[tuple[str, str]],
+    queries: Mapping[str, str],
     *,
     unit: str = "short",
     span: int = 12,
@@ -138,11 +126,10 @@ def words(meaning: Mapping[int, tuple[str, str]]) -> list[models.ValueMapping]:
 
 def decisions_by_reason() -> timeseries.Panel:
     """Return the panel of how often cycles end with each reason."""
-    rate = f"rate(evenkeel_decisions_total{{{ONE}}}[$__rate_interval])"
     return line_panel(
         "Decisions by reason",
         "Every cycle of the control loop ends with one of these reasons.",
-        [(f"sum by (reason) ({rate})", "{{reason}}")],
+        {"{{reason}}": rate_of("evenkeel_decisions_total", "reason")},
         unit="ops",
         stacked=True,
     )
@@ -154,7 +141,7 @@ def gain_of_plans(by: str, legend: str, more: str) -> timeseries.Panel:
         "Predicted against realised gain",
         "Saving of modelled MoE time by the newest committed plan: predicted on held-out steps,"
         f" and realised on the steps since.{more}",
-        [(f"max by ({by}) (evenkeel_last_plan_gain_ratio{{{ONE}}})", legend)],
+        {legend: f"max by ({by}) (evenkeel_last_plan_gain_ratio{{{ONE}}})"},
         unit="percentunit",
         least=None,
     )
@@ -166,14 +153,14 @@ def age_of_steps(most: str, legend: str) -> timeseries.Panel:
         "Age of the newest complete step",
         "The controller does not plan on old loads. The line is the threshold of"
         " EvenkeelDataStale.",
-        [(f"time() - {most}(evenkeel_newest_step_timestamp_seconds{{{ONE}}})", legend)],
+        {legend: f"time() - {most}(evenkeel_newest_step_timestamp_seconds{{{ONE}}})"},
         unit="s",
         colors=thresholds((None, GREEN), (bound("dataStaleSeconds"), RED)),
     )
 
 
 def state_panel(
-    title: str, description: str, queries: list[tuple[str, str]], *, span: int = 12
+    title: str, description: str, queries: Mapping[str, str], *, span: int = 12
 ) -> statetimeline.Panel:
     """Return a panel with a row for each state, filled while it holds."""
     panel = statetimeline.Panel().title(title).description(description).datasource(SOURCE)
