@@ -25,16 +25,7 @@ from evenkeel_moe.ports.status import DELIVERED_BOUNDS, HealthBounds
 
 _WINDOW_READERS = 2
 """Requests that hold a copy of windows at the same time; the others wait."""
-_REFUSALS = problem_answers(
-    {
-        401: "No valid token",
-        403: "The token's role does not allow this",
-        404: "No such deployment, plan or epoch",
-        413: "The body is too large",
-        422: "The input is invalid",
-        503: "Temporarily unavailable",
-    }
-)
+_REFUSALS = problem_answers(401, 403, 404, 413, 422, 503)
 _DESCRIPTION = """Plans, approves, cancels and rolls back expert placements.
 
 Success means that the change is stored. After a failure other than 4xx the change may still have

@@ -20,7 +20,7 @@ from evenkeel_moe.api.convert import (
     recommendation_out,
 )
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
-from evenkeel_moe.api.problems import CONFLICT, problem_answers
+from evenkeel_moe.api.problems import CONFLICT, STALE
 from evenkeel_moe.api.schema_base import plain
 from evenkeel_moe.api.schemas import (
     CapacityOut,
@@ -50,8 +50,6 @@ router = APIRouter(tags=["deployments"], route_class=LargeBodyRoute)
 _POLICY: dict[int | str, dict[str, Any]] = {
     200: {"model": PolicyDocument, "description": "The policy document"}
 }
-_PLAN_RUNS = problem_answers({409: "A plan is running"})
-_STALE = problem_answers({412: "The document has changed since it was read"})
 _Rank = Annotated[int, Field(ge=0, le=2**31)]
 _Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 _MOST_WIDTHS = 32
@@ -147,7 +145,7 @@ class _RecommendationQuery(QueryBody):
     sequences."""
 
 
-@router.get("/deployments/{deployment}/recommendation", responses=_PLAN_RUNS)
+@router.get("/deployments/{deployment}/recommendation", responses=CONFLICT)
 async def get_recommendation(
     about: About, wanted: Annotated[_RecommendationQuery, Query()]
 ) -> RecommendationOut:
@@ -175,7 +173,7 @@ class _CapacityQuery(QueryBody):
     transport."""
 
 
-@router.get("/deployments/{deployment}/capacity", responses=_PLAN_RUNS)
+@router.get("/deployments/{deployment}/capacity", responses=CONFLICT)
 async def get_capacity(about: About, wanted: Annotated[_CapacityQuery, Query()]) -> CapacityOut:
     """Compare what other numbers of ranks would bring, and what would have to move.
 
@@ -196,7 +194,7 @@ async def get_policy(about: About, response: Response) -> dict[str, Any]:
 
 
 @router.patch(
-    "/deployments/{deployment}/policy", responses=CONFLICT | _STALE | _POLICY, response_model=None
+    "/deployments/{deployment}/policy", responses=CONFLICT | STALE | _POLICY, response_model=None
 )
 async def set_policy(
     about: About,

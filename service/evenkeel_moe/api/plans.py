@@ -17,7 +17,7 @@ from evenkeel_moe.api.context import (
 )
 from evenkeel_moe.api.convert import plan_out, plan_request, plan_summary
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
-from evenkeel_moe.api.problems import CONFLICT, problem_answers
+from evenkeel_moe.api.problems import CONFLICT, STALE
 from evenkeel_moe.api.schemas import (
     EpochsOut,
     PlanIn,
@@ -44,7 +44,6 @@ _LOOKED_AT = 100
 
 _DRY_RUN = {"model": PlanOut, "description": "A dry run: nothing is kept"}
 _PROPOSED = {"model": PlanOut, "description": "Proposed: it starts when approved"}
-_OTHER_TARGET = problem_answers({412: "The plan has another target than If-Match"})
 
 
 async def _accepted(about: About, record: PlanRecord, response: Response) -> PlanOut:
@@ -122,7 +121,7 @@ async def get_story(about: About, plan_id: PlanPath) -> StoryOut:
 @router.post(
     "/deployments/{deployment}/plans/{plan_id}/approve",
     status_code=202,
-    responses=CONFLICT | _OTHER_TARGET,
+    responses=CONFLICT | STALE,
 )
 async def approve_plan(
     about: About,

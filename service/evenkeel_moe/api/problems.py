@@ -6,7 +6,6 @@ list. Types are `urn:evenkeel:problem:KIND`, where KIND is a key of `KINDS`.
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,17 +88,20 @@ class ProblemOut(ResponseBody):
     """host:port where ranks reach the leader; null if unknown."""
 
 
-def problem_answers(descriptions: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
-    """Return how a route documents problems, by status."""
+_KIND_OF_STATUS = {row.status: kind for kind, row in reversed(KINDS.items())}
+"""The first kind of each status."""
+
+
+def problem_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return how a route documents problems of these statuses."""
     return {
-        code: {"model": ProblemOut, "description": words} for code, words in descriptions.items()
+        status: {"model": ProblemOut, "description": KINDS[_KIND_OF_STATUS[status]].title}
+        for status in statuses
     }
 
 
-CONFLICT = problem_answers({409: "The request does not fit the current state"})
-
-_KIND_OF_STATUS = {row.status: kind for kind, row in reversed(KINDS.items())}
-"""The first kind of each status."""
+CONFLICT = problem_answers(409)
+STALE = problem_answers(412)
 
 
 class _Problem(JSONResponse):
