@@ -8,8 +8,7 @@ import gzip
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from evenkeel_moe.api.middleware import Middleware
 from evenkeel_moe.errors import InvalidInput
 
+_FOLDER = Path(__file__).parents[1] / "console"
 _MEDIA_TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
@@ -63,18 +63,20 @@ def console_files() -> Mapping[str, StaticFile]:
     Raises:
         InvalidInput: the package was not installed, so that nothing has rendered the runbooks.
     """
-    root = files("evenkeel_moe") / "console"
-    found = {_path(name): _static_file(entry) for name, entry in _walk(root)}
-    index = found.get("/runbooks/README.md")
+    served = {
+        _served_at(file.relative_to(_FOLDER).as_posix()): _static_file(file)
+        for file in _FOLDER.rglob("*")
+        if file.suffix in _MEDIA_TYPES
+    }
+    index = served.get("/runbooks/README.md")
     if index is None:
         raise InvalidInput(
             "the package has no rendered runbooks: `pip install .`, or -e ., renders them"
         )
-    found["/runbooks/"] = index
-    return found
+    return served | {"/runbooks/": index}
 
 
-def _path(name: str) -> str:
+def _served_at(name: str) -> str:
     if name == "index.html":
         return "/"
     if name.startswith("runbooks/"):
@@ -82,24 +84,8 @@ def _path(name: str) -> str:
     return f"/console/{name}"
 
 
-def _walk(folder: Traversable, prefix: str = "") -> list[tuple[str, Traversable]]:
-    """Return the files to serve, with their path in the folder."""
-    rows: list[tuple[str, Traversable]] = []
-    for entry in folder.iterdir():
-        name = prefix + entry.name
-        if entry.is_dir():
-            rows += _walk(entry, f"{name}/")
-        elif _suffix(name) in _MEDIA_TYPES:
-            rows.append((name, entry))
-    return rows
-
-
-def _suffix(name: str) -> str:
-    return f".{name.rpartition('.')[2]}"
-
-
-def _static_file(entry: Traversable) -> StaticFile:
-    body, kind = entry.read_bytes(), _MEDIA_TYPES[_suffix(entry.name)]
+def _static_file(file: Path) -> StaticFile:
+    body, kind = file.read_bytes(), _MEDIA_TYPES[file.suffix]
     packed = gzip.compress(body, mtime=0)
     compressed = Response(packed, headers=_HEADERS | {"Content-Encoding": "gzip"}, media_type=kind)
     return StaticFile(body, Response(body, headers=_HEADERS, media_type=kind), compressed)
