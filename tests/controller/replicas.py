@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
-from evenkeel_moe.controller.deployment.deployment import SharedServices
 from evenkeel_moe.controller.deployment.deployment_registry import DeploymentRegistry
 from evenkeel_moe.controller.operations.operator_service import OperatorService
 from evenkeel_moe.controller.process.options import deployment_options
+from evenkeel_moe.controller.shared_services import SharedServices
 from evenkeel_moe.controller.store_clock import StoreClock
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation

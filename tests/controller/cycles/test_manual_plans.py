@@ -128,7 +128,7 @@ async def test_a_dry_run_is_the_plan_that_would_be_made_and_nothing_is_kept(rig)
 
 async def test_a_dry_run_is_refused_if_the_placement_changed_while_it_was_planned(rig, monkeypatch):
     await rig.load()
-    budget = rig.member.planner.manual.budget
+    budget = rig.member.planner.manual.builder.budget
     run = budget.run
 
     async def overtaken(pool, inputs):
@@ -221,7 +221,7 @@ async def test_a_plan_beside_another_is_refused_with_advice(rig):
 async def test_plans_rollbacks_and_advice_are_refused_while_the_planner_starts(rig):
     await rig.load()
     await rig.migrate()
-    rig.member.planner.pool.warm = False
+    rig.member.planner.shared.planner.warm = False
     request = PlanRequest(plan_id=PlanId("mine"), target=BASE)
     for ask in (
         lambda: rig.operations.create_plan(DEPLOYMENT, request),
@@ -239,7 +239,7 @@ async def test_advice_does_not_wait_for_a_comparison_of_widths_or_for_other_advi
     rig, monkeypatch
 ):
     await rig.load()
-    pool, go_on = rig.member.planner.pool, asyncio.Event()
+    pool, go_on = rig.member.planner.shared.planner, asyncio.Event()
     run, slow = pool.run, list[object]([weigh_width])
 
     async def held(function, *arguments):

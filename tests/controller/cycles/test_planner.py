@@ -45,7 +45,7 @@ async def test_a_cycle_does_not_wait_while_the_planner_compiles_its_kernels(
     await until(lambda: len(decided) == 2)
     reasons = Reason.PLANNER_STARTING, Reason.PLAN_IN_PROGRESS
     assert decided == [ctl.CycleDecided(7, reason) for reason in reasons]
-    assert not planner.pool.warm, "it answered before the kernels were compiled"
+    assert not planner.shared.planner.warm, "it answered before the kernels were compiled"
 
 
 async def test_a_cycle_tells_the_time_balance_also_while_a_plan_runs_or_waits(monkeypatch):
@@ -64,8 +64,9 @@ async def test_a_cycle_tells_the_time_balance_also_while_a_plan_runs_or_waits(mo
         await one.lead()
         feed(one, 0, 8)
         planner, group = one.member.planner, one.member.control.group
-        monkeypatch.setattr(planner, "pool", SimpleNamespace(begin=lambda: True))
-        monkeypatch.setattr(planner._budget, "run", at_once)
+        ready: Any = SimpleNamespace(begin=lambda: True)
+        monkeypatch.setattr(planner, "shared", replace(planner.shared, planner=ready))
+        monkeypatch.setattr(planner._builder.budget, "run", at_once)
         monkeypatch.setattr(InputBuilder, "cost_in_force", lambda *_, **__: cost)
         monkeypatch.setattr(planner.inbox, "post", take)
         for number, reason in enumerate(reasons, 1000):
@@ -98,9 +99,10 @@ async def test_a_cycle_of_a_group_that_has_restarted_leaves_nothing_to_the_next(
         await one.lead()
         feed(one, 0, 8)
         control, planner = one.member.control, one.member.planner
-        monkeypatch.setattr(planner, "pool", SimpleNamespace(begin=lambda: True))
-        monkeypatch.setattr(planner._budget, "run", decide)
-        monkeypatch.setattr(planner._shadows, "spawn", spawn)
+        ready: Any = SimpleNamespace(begin=lambda: True)
+        monkeypatch.setattr(planner, "shared", replace(planner.shared, planner=ready))
+        monkeypatch.setattr(planner._builder.budget, "run", decide)
+        monkeypatch.setattr(planner._shadows, "shared", replace(planner.shared, spawn=spawn))
         shadowed = replace(control.policy, shadow_policies=("eplb",))
         control.handle(ctl.PolicySet(shadowed, {}), one.registry.shared.clock.monotonic())
         before = planner._builder.gate_memory

@@ -3,8 +3,6 @@
 import asyncio
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import structlog
@@ -167,9 +165,9 @@ async def test_a_plan_that_is_measured_has_not_ended_again():
 async def test_an_acknowledgement_that_is_repeated_is_no_stall_of_a_step():
     _, deployment, _ = await leading()
     stalls = []
-    metrics: Any = SimpleNamespace(swap_stall=lambda *args: stalls.append(args))
+    deployment.executor.shared.metrics.swap_stall = lambda *args: stalls.append(args)  # type: ignore[method-assign]
     for seconds in (0.02, 0.0):
-        deployment._swapped(metrics, Ack(key_of(), Epoch(1), "digest", swap_s=seconds))
+        deployment.ranks.swapped(Ack(key_of(), Epoch(1), "digest", swap_s=seconds))
     assert stalls == [(DEMO, 0.02)]
 
 

@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
 from evenkeel_moe.api.words.reasons import sentence
-from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import (
     PlanBase,
     build_evacuation,
@@ -18,9 +16,9 @@ from evenkeel_moe.controller.cycles.cycle_inputs import (
     finite,
 )
 from evenkeel_moe.controller.cycles.input_builder import InputBuilder
-from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.controller.policy_document import change_policy
+from evenkeel_moe.controller.shared_services import SharedServices
 from evenkeel_moe.errors import (
     Conflict,
     EvenkeelError,
@@ -47,7 +45,6 @@ from evenkeel_moe.ports.operations import (
     ResizeRequest,
     RollbackRequest,
 )
-from evenkeel_moe.ports.stores import Clock, DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.leader.plan_records import require_same_request
@@ -75,13 +72,9 @@ class ManualPlanner:
 
     control: DeploymentState
     builder: InputBuilder
-    budget: CycleBudget
-    loads: GroupLoads
-    pool: PlannerPool
     inbox: MachineInbox
-    store: DeploymentStore
-    clock: Clock
     stalls: SwapStalls
+    shared: SharedServices
 
     async def create(self, request: PlanRequest) -> PlanRecord:
         """Make a plan: a proposal, or one that starts at once if the request says so.
@@ -111,8 +104,8 @@ class ManualPlanner:
         if request.target == base.placement:
             raise Conflict("the target is the present placement", Reason.NO_CHANGE)
         if request.approve:  # Before planning, which takes long.
-            self.control.require_free(PlanKind.MANUAL, self.clock.monotonic())
-        await self.pool.wait_until_warm()
+            self.control.require_free(PlanKind.MANUAL, self.shared.clock.monotonic())
+        await self.shared.planner.wait_until_warm()
         limits = _tighter(policy.limits, request.limits)
         phases = request.phases or tuple(Phase)
         inputs = replace(
@@ -120,10 +113,10 @@ class ManualPlanner:
             policy_options=policy.policy_options,
             replica_budget=policy.replica_budget,
         )
-        result = await self.budget.run(self.pool, inputs)
+        result = await self.builder.budget.run(self.shared.planner, inputs)
         if not result.passed or result.target is None:
             raise _refusal(result, self.control.deployment)
-        unix = self.clock.unix()
+        unix = self.shared.clock.unix()
         plan = base.plan(
             result.target,
             result.waves,
@@ -167,11 +160,11 @@ class ManualPlanner:
         if active is not None and active.plan.kind is PlanKind.EVACUATION and before is not None:
             if tuple(sorted(named)) == before.ranks:
                 return
-        self.control.require_free(PlanKind.EVACUATION, self.clock.monotonic())
-        await self.pool.wait_until_warm()
+        self.control.require_free(PlanKind.EVACUATION, self.shared.clock.monotonic())
+        await self.shared.planner.wait_until_warm()
         inputs = self.builder.build(base, self.control.policy.policy, PlanLimits())
         stay = request.to_ranks or shape.num_ranks
-        retire, target, waves = await self.pool.run(
+        retire, target, waves = await self.shared.planner.run(
             build_evacuation, inputs, named, stay, request.whole_nodes
         )
         plan = self._at_once(base, PlanKind.EVACUATION, request.plan_id, target, waves)
@@ -190,7 +183,7 @@ class ManualPlanner:
             Unavailable: the store, which holds the replaced ones, does not answer.
         """
         control = self.control
-        replaced = await self.store.fetch_replaced_epochs(control.deployment)
+        replaced = await self.shared.store.fetch_replaced_epochs(control.deployment)
         history = sorted(control.history.items(), key=lambda row: -row[0])
         return [
             *(RecordedEpoch(epoch, placement, False) for epoch, placement in history),
@@ -232,13 +225,13 @@ class ManualPlanner:
         epoch, target = await self._rollback_target(request)
         base, membership = PlanBase.current(self.control), self.control.membership
         assert membership.shape is not None
-        await self.pool.wait_until_warm()
-        waves = await self.pool.run(
+        await self.shared.planner.wait_until_warm()
+        waves = await self.shared.planner.run(
             schedule_waves,
             base.placement,
             target,
             membership.shape,
-            self.loads.topology(),
+            self.builder.loads.topology(),
             membership.staging_bytes(),
         )
         if not waves:
@@ -263,7 +256,7 @@ class ManualPlanner:
             kind=kind,
             policy=kind.value,
             reason=Reason.MANUAL_REQUEST,
-            created_at=self.clock.unix(),
+            created_at=self.shared.clock.unix(),
             expires_at=None,
             numbers={**numbers, **expected_stall(self.stalls, waves, base)},
         )
@@ -294,7 +287,7 @@ class ManualPlanner:
         known = self.control.records.by_id.get(plan_id)
         if known is not None:
             return known
-        stored = await self.store.fetch_plans(self.control.deployment, [plan_id])
+        stored = await self.shared.store.fetch_plans(self.control.deployment, [plan_id])
         return require_same_request(stored[0], digest) if stored else None
 
     async def _submit(self, submitted: ctl.PlanSubmitted) -> PlanRecord:

@@ -8,8 +8,6 @@ from functools import partial
 
 import structlog
 
-from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
-from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
 from evenkeel_moe.controller.cycles.cycle_inputs import (
     CycleSettings,
@@ -25,14 +23,12 @@ from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.controller.ranks.kv_caches import KvCaches
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
-from evenkeel_moe.controller.store_health import StoreHealth
-from evenkeel_moe.controller.tasks import Spawn
+from evenkeel_moe.controller.shared_services import SharedServices
 from evenkeel_moe.errors import EvenkeelError, Reason
 from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.planning.decision.calibration import Calibration
-from evenkeel_moe.ports.stores import Clock, DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.telemetry.swap_stalls import SwapStalls
@@ -49,38 +45,21 @@ class DeploymentPlanner:
     ranks: RankSessions
     kv: KvCaches
     inbox: MachineInbox
-    store: DeploymentStore
-    health: StoreHealth
-    clock: Clock
-    pool: PlannerPool
-    spawn: Spawn
+    shared: SharedServices
     settings: CycleSettings
-    metrics: ControllerMetrics
 
     def __post_init__(self) -> None:
-        control, loads, clock, pool = self.control, self.loads, self.clock, self.pool
-        budget = self._budget = CycleBudget(
-            self.settings.deadline_s, partial(self.metrics.planner_ran, control.deployment)
+        control, loads, shared = self.control, self.loads, self.shared
+        budget = CycleBudget(
+            self.settings.deadline_s, partial(shared.metrics.planner_ran, control.deployment)
         )
-        builder = InputBuilder(control, loads, self.ranks, clock, self.settings, budget)
+        builder = InputBuilder(control, loads, self.ranks, shared.clock, self.settings, budget)
         self._builder = builder
-        self.gains = PlanGains(control, loads, self.inbox, clock)
+        self.gains = PlanGains(control, loads, self.inbox, shared.clock)
         self.stalls = SwapStalls()
-        self._shadows = ShadowPolicies(control, pool, self.spawn)
-        self.manual = ManualPlanner(
-            control,
-            builder,
-            budget,
-            loads,
-            pool,
-            self.inbox,
-            self.store,
-            clock,
-            self.stalls,
-        )
-        self.recommender = Recommender(
-            control, builder, loads.ingest, self.ranks, self.kv, self._shadows, pool, clock
-        )
+        self._shadows = ShadowPolicies(control, shared)
+        self.manual = ManualPlanner(control, builder, self.inbox, self.stalls, shared)
+        self.recommender = Recommender(control, builder, self.kv, self._shadows, shared)
 
     @property
     def cost(self) -> CostModel | None:
@@ -103,10 +82,11 @@ class DeploymentPlanner:
     def begin_cycle(self, action: ctl.RunCycle) -> None:
         """Run a cycle in the background; it always ends with `CycleDecided`."""
         name = f"cycle-{self.control.deployment}-{action.cycle}"
-        self.spawn(self._run_cycle(action), name)
+        self.shared.spawn(self._run_cycle(action), name)
 
     async def _run_cycle(self, action: ctl.RunCycle) -> None:
-        deployment, began = self.control.deployment, self.clock.monotonic()
+        deployment, clock = self.control.deployment, self.shared.clock
+        began = clock.monotonic()
         decided = ctl.CycleDecided(action.cycle, action.closed_by or Reason.PLANNER_FAILED)
         try:
             decided = await self._decide(action)
@@ -116,20 +96,21 @@ class DeploymentPlanner:
         except Exception:  # The machine waits for the end of the cycle, however it ends.
             _log.exception("cycle_failed", deployment=deployment)
         finally:
-            self.metrics.cycle_ended(deployment, self.clock.monotonic() - began)
+            self.shared.metrics.cycle_ended(deployment, clock.monotonic() - began)
             self.inbox.post(decided)
 
     async def _decide(self, action: ctl.RunCycle) -> ctl.CycleDecided:
         deployment, policy = self.control.deployment, self.control.policy
-        closed_by = action.closed_by or (Reason.STORE_UNAVAILABLE if self.health.fault else None)
-        if not self.pool.begin():
+        store_fault = Reason.STORE_UNAVAILABLE if self.shared.health.fault else None
+        closed_by = action.closed_by or store_fault
+        if not self.shared.planner.begin():
             # The machine's deadline for a cycle must not count the compiling of kernels.
             return ctl.CycleDecided(action.cycle, closed_by or Reason.PLANNER_STARTING)
         base = PlanBase(
             deployment, action.generation, action.weights_version, action.epoch, action.placement
         )
         inputs = self._builder.build(base, policy.policy, policy.limits, closed_by=closed_by)
-        result = await self._budget.run(self.pool, inputs)
+        result = await self._builder.budget.run(self.shared.planner, inputs)
         shadow = self._shadows.rows()
         if action.generation == self.control.generation:  # Else all began again meanwhile.
             self._builder.gate_memory = result.memory
@@ -143,7 +124,7 @@ class DeploymentPlanner:
         if not result.passed or result.target is None:
             reason = closed_by or result.reason
             return ctl.CycleDecided(action.cycle, reason, numbers=numbers, shadow=shadow)
-        unix = self.clock.unix()
+        unix = self.shared.clock.unix()
         plan = base.plan(
             result.target,
             result.waves,

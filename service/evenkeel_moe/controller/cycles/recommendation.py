@@ -10,13 +10,10 @@ from typing import Any
 
 import structlog
 
-from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
 from evenkeel_moe.controller.cycles.cycle_inputs import PlanBase, finite
 from evenkeel_moe.controller.cycles.input_builder import InputBuilder
-from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.controller.ranks.kv_caches import KvCaches
-from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
-from evenkeel_moe.controller.tasks import Spawn
+from evenkeel_moe.controller.shared_services import SharedServices
 from evenkeel_moe.errors import Conflict, EvenkeelError, Reason, Unavailable
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.planning.decision.capacity import (
@@ -32,7 +29,6 @@ from evenkeel_moe.planning.decision.recommendation import (
     score_shadows,
 )
 from evenkeel_moe.ports.operations import Advice, CapacityAdvice
-from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 
 _log = structlog.get_logger(__name__)
@@ -48,8 +44,7 @@ class ShadowPolicies:
     """
 
     control: DeploymentState
-    pool: PlannerPool
-    spawn: Spawn
+    shared: SharedServices
     _rows: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
     _scoring: bool = field(default=False, init=False)
 
@@ -72,7 +67,7 @@ class ShadowPolicies:
             return
         self._scoring = True
         scoring = self._score(inputs, split, names, epoch)
-        self.spawn(scoring, f"shadows-{self.control.deployment}")
+        self.shared.spawn(scoring, f"shadows-{self.control.deployment}")
 
     async def _score(
         self, inputs: CycleInputs, split: WindowSplit, names: tuple[str, ...], epoch: int
@@ -80,7 +75,7 @@ class ShadowPolicies:
         deployment, generation = self.control.deployment, self.control.generation
         facts = {"at": inputs.now_unix, "epoch": epoch}
         try:
-            scores = await self.pool.background.run(score_shadows, inputs, split, names)
+            scores = await self.shared.planner.background.run(score_shadows, inputs, split, names)
         except Exception as error:  # A policy that breaks its process must not end the controller.
             _log.warning("shadows_failed", deployment=deployment, error=str(error))
             reason = error.reason if isinstance(error, EvenkeelError) else Reason.PLANNER_FAILED
@@ -113,12 +108,9 @@ class Recommender:
 
     control: DeploymentState
     builder: InputBuilder
-    ingest: Ingest
-    ranks: RankSessions
     kv: KvCaches
     shadows: ShadowPolicies
-    pool: PlannerPool
-    clock: Clock
+    shared: SharedServices
     _kept: tuple[DeploymentPolicy, float, Advice] | None = field(default=None, init=False)
     """The newest advice, the policy it was made for, and when, on the monotonic clock."""
     _advising: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -143,13 +135,13 @@ class Recommender:
         """
         if (kept := self._kept_advice(max_age_s)) is not None:
             return kept
-        await self.pool.background.wait_until_warm()
+        await self.shared.planner.background.wait_until_warm()
         async with self._advising:
             if (kept := self._kept_advice(max_age_s)) is not None:  # Worked out meanwhile.
                 return kept
             base, policy, now = self._base()
             self._refuse_while_moving()
-            began = self.clock.monotonic()
+            began = self.shared.clock.monotonic()
             advice = await self._work_out(base, policy, now)
             self._kept = policy, began, advice
             return advice
@@ -163,7 +155,7 @@ class Recommender:
         fits = (advice.generation, advice.epoch) == (base.generation, base.epoch)
         most = policy.cycle_s if max_age_s is None else max_age_s
         # The time of day may be set back.
-        young = self.clock.monotonic() - began <= most
+        young = self.shared.clock.monotonic() - began <= most
         if not fits or not (young or self.control.records.active is not None):
             return None
         return replace(advice, kv_promise=self.kv.promise())
@@ -176,12 +168,16 @@ class Recommender:
             InfeasiblePlan: the policy cannot plan at a width.
             Unavailable, Conflict: as `recommendation`.
         """
-        await self.pool.background.wait_until_warm()
+        await self.shared.planner.background.wait_until_warm()
         async with self._weighing:
             base, policy, now = self._base()
             self._refuse_while_moving()
             cycle = self.builder.build(base, policy.policy, policy.limits)
-            run, kv, free_bytes = self.pool.background.run, self.kv.smallest(), self._free_bytes()
+            run, kv, free_bytes = (
+                self.shared.planner.background.run,
+                self.kv.smallest(),
+                self._free_bytes(),
+            )
             inputs, widths = await run(prepare_capacity, cycle, request, kv, free_bytes)
             # Each width has the planner's deadline to itself.
             rows = [await run(weigh_width, inputs, one) for one in (None, *widths)]
@@ -199,10 +195,10 @@ class Recommender:
     def _base(self) -> tuple[PlanBase, DeploymentPolicy, float]:
         """Return the present state, policy and time; Unavailable if ranks are missing."""
         base = PlanBase.current(self.control)
-        quorum = self.control.membership.quorum(self.clock.monotonic())
+        quorum = self.control.membership.quorum(self.shared.clock.monotonic())
         if quorum.missing:
             raise Unavailable(quorum.detail, quorum.reason)
-        return base, self.control.policy, self.clock.unix()
+        return base, self.control.policy, self.shared.clock.unix()
 
     def _refuse_while_moving(self) -> None:
         active = self.control.records.active
@@ -214,10 +210,10 @@ class Recommender:
 
     async def _work_out(self, base: PlanBase, policy: DeploymentPolicy, now: float) -> Advice:
         inputs = self.builder.build(base, policy.policy, policy.limits)
-        newest = [ring.newest_step for ring in self.ingest.rings.values()]
+        newest = [ring.newest_step for ring in self.builder.loads.ingest.rings.values()]
         free_bytes = self._free_bytes()
         compare = (_REFERENCE, *policy.shadow_policies)
-        found = await self.pool.background.run(recommend, inputs, compare, free_bytes)
+        found = await self.shared.planner.background.run(recommend, inputs, compare, free_bytes)
         return Advice(
             deployment=base.deployment,
             at_unix=now,
@@ -236,7 +232,7 @@ class Recommender:
         """Return the free bytes of the rank with the least; None unless every rank is connected."""
         shape, told = self.control.membership.shape, {}
         for member in self.control.membership.members.values():
-            session = self.ranks.by_stream.get(member.stream)
+            session = self.builder.ranks.by_stream.get(member.stream)
             if session is not None:
                 told[session.rank] = session.free_bytes
         return min(told.values()) if shape is not None and len(told) == shape.num_ranks else None

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from evenkeel_moe.controller.deployment.action_log import ActionLog
 from evenkeel_moe.controller.leadership.leadership import Leadership
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
-from evenkeel_moe.controller.store_health import StoreHealth
+from evenkeel_moe.controller.shared_services import SharedServices
 from evenkeel_moe.errors import Conflict, Unavailable
-from evenkeel_moe.model.ids import DeploymentId
-from evenkeel_moe.ports.stores import DeploymentStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Prepare
 
@@ -27,9 +25,7 @@ class ActionExecutor:
         begin_cycle: plans in the background; ends with `CycleDecided`.
     """
 
-    deployment: DeploymentId
-    store: DeploymentStore
-    health: StoreHealth
+    shared: SharedServices
     leadership: Leadership
     ranks: RankSessions
     log: ActionLog
@@ -54,20 +50,20 @@ class ActionExecutor:
         if self._is_new() and all(isinstance(one, ctl.PersistDecision) for one in actions):
             self._waiting.extend(actions)
             return ()
-        if self.health.resting:
-            return (ctl.PersistFailed(tuple(actions), self.health.fault),)
+        if self.shared.health.resting:
+            return (ctl.PersistFailed(tuple(actions), self.shared.health.fault),)
         for position, action in enumerate(actions):
             try:
                 await self._write_waiting()
                 await self._write(action)
             except Unavailable as error:
-                self.health.failed(error)
+                self.shared.health.failed(error)
                 return (ctl.PersistFailed(tuple(actions[position:]), str(error)),)
             except Conflict as error:
                 self._fenced_term = self.leadership.machine_term
                 self.leadership.fenced(str(error))
                 return (ctl.LeaseLost(),)
-        self.health.answered()
+        self.shared.health.answered()
         return ()
 
     def _is_new(self) -> bool:
@@ -83,7 +79,8 @@ class ActionExecutor:
             self._waiting.popleft()
 
     async def _write(self, action: ctl.PersistAction) -> None:
-        store, deployment, term = self.store, self.deployment, self.leadership.machine_term
+        store, term = self.shared.store, self.leadership.machine_term
+        deployment = self.leadership.control.deployment
         match action:
             case ctl.PersistPlan(record):
                 await store.store_plan(record, term)

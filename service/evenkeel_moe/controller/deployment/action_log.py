@@ -1,7 +1,7 @@
 """Logs and counts what the control machine decides, each thing once however often it is stored."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +9,10 @@ import structlog
 
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.ids import DeploymentId, PlanId
 from evenkeel_moe.model.plan import PlanRecord, WaveKey
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
+from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.leader.plan_records import ANSWERED, MEASURED
 
 _log = structlog.get_logger(__name__)
@@ -27,14 +27,12 @@ class ActionLog:
 
     Args:
         decisions: rows of the decision log in memory; new rows are appended.
-        find_plan: returns the record of a plan, if the machine still has it.
     """
 
-    deployment: DeploymentId
+    control: DeploymentState
     clock: Clock
     metrics: ControllerMetrics
     decisions: deque[dict[str, Any]]
-    find_plan: Callable[[PlanId], PlanRecord | None]
     _logged: deque[object] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), init=False)
     """Subjects of the last actions that were logged."""
     _last_decided: object = field(default=None, init=False)
@@ -67,14 +65,14 @@ class ActionLog:
         began = self._wave_began.pop(wave, None)
         _log.info(
             "wave_ended",
-            deployment=self.deployment,
+            deployment=self.control.deployment,
             plan_id=wave.plan_id,
             wave=wave.wave_index,
             epoch=wave.base_epoch + wave.wave_index + committed,
             committed=committed,
             reason=ended.reason,
         )
-        record = self.find_plan(wave.plan_id)
+        record = self.control.records.by_id.get(wave.plan_id)
         if not committed or began is None or record is None:
             return
         plan = record.plan
@@ -82,7 +80,7 @@ class ActionLog:
         body = plan.waves[wave.wave_index]
         moves = sum(t.src_slot // per_rank != t.dst_slot // per_rank for t in body.transfers)
         self.metrics.wave_committed(
-            self.deployment, self.clock.monotonic() - began, moves, body.nbytes(per_rank)
+            self.control.deployment, self.clock.monotonic() - began, moves, body.nbytes(per_rank)
         )
 
     def wave_health(self, health: ctl.WaveHealth) -> None:
@@ -93,7 +91,7 @@ class ActionLog:
             event = "wave_stalled" if health.stalled else "wave_paused"
         _log.warning(
             event,
-            deployment=self.deployment,
+            deployment=self.control.deployment,
             plan_id=None if health.wave is None else health.wave.plan_id,
             reason=health.reason,
             detail=health.detail,
@@ -109,7 +107,7 @@ class ActionLog:
         self._alerts[alert.reason] = now, 0
         _log.error(
             "alert",
-            deployment=self.deployment,
+            deployment=self.control.deployment,
             reason=alert.reason,
             detail=alert.detail,
             left_out=left_out,
@@ -117,10 +115,10 @@ class ActionLog:
 
     def _log_decision(self, row: dict[str, Any]) -> None:
         self.decisions.append(row)
-        self.metrics.decision(self.deployment, row["reason"])
+        self.metrics.decision(self.control.deployment, row["reason"])
         decided = row["reason"], row.get("plan_id")
         if decided != self._last_decided:
-            _log.info("decision", deployment=self.deployment, **row)
+            _log.info("decision", deployment=self.control.deployment, **row)
         self._last_decided = decided
 
     def _log_plan(self, record: PlanRecord) -> None:
@@ -128,7 +126,7 @@ class ActionLog:
         row["happened"] = row.pop("event", "")
         _log.info(
             "plan",
-            deployment=self.deployment,
+            deployment=self.control.deployment,
             plan_id=record.plan.plan_id,
             kind=record.plan.kind,
             epoch=record.plan.base_epoch + record.waves_committed,
@@ -136,7 +134,7 @@ class ActionLog:
         )
         # What is measured of a plan may be entered after its end.
         if record.phase.terminal and row["happened"] not in (ANSWERED, MEASURED):
-            self.metrics.plan_ended(self.deployment, record.phase, record.reason)
+            self.metrics.plan_ended(self.control.deployment, record.phase, record.reason)
 
 
 def _subject(action: ctl.ControlAction) -> Mapping[str, Any] | tuple[object, ...] | None:

@@ -10,8 +10,6 @@ from typing import Any
 import structlog
 
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
-from evenkeel_moe.adapters.processes.planner_pool import PlannerPool
-from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings
 from evenkeel_moe.controller.cycles.planner import DeploymentPlanner
 from evenkeel_moe.controller.deployment.action_executor import ActionExecutor
@@ -19,22 +17,19 @@ from evenkeel_moe.controller.deployment.action_log import ActionLog
 from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.controller.ingest.group_memory import GroupMemory, group_memory
 from evenkeel_moe.controller.ingest.ingest import Ingest
-from evenkeel_moe.controller.ingest.waiting_reports import IncompleteGroups
 from evenkeel_moe.controller.leadership.leadership import Leadership
 from evenkeel_moe.controller.leadership.leases import LeaseKeeper
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.controller.ranks.kv_caches import KvCaches
 from evenkeel_moe.controller.ranks.rank_sessions import RankSession, RankSessions
-from evenkeel_moe.controller.store_clock import StoreClock
-from evenkeel_moe.controller.store_health import StoreHealth
-from evenkeel_moe.controller.tasks import Spawn, end_tasks
+from evenkeel_moe.controller.shared_services import SharedServices
+from evenkeel_moe.controller.tasks import end_tasks
 from evenkeel_moe.driver import Driver
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import TOKENS
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.ports.stores import Clock, DeploymentStore, WindowStore
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.control import DeploymentControl
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
@@ -50,7 +45,8 @@ _log = structlog.get_logger(__name__)
 TICK_S = 0.25
 """Seconds between ticks. Machines wait for half a second at least; a tick costs a quarter of a
 millisecond for each deployment."""
-_LEASE_WAIT_S = 3.0
+LEASE_WAIT_S = 3.0
+"""Longest wait until it is known who leads."""
 _ATTEMPTS = 3
 """Attempts to register a rank, each after a wait for the lease."""
 _CLOCK_STEP_S = 1.0
@@ -85,24 +81,6 @@ class DeploymentOptions:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SharedServices:
-    """The services that all deployments of a replica share."""
-
-    store: DeploymentStore
-    windows: WindowStore
-    clock: StoreClock
-    metrics: ControllerMetrics
-    health: StoreHealth
-    planner: PlannerPool
-    spawn: Spawn
-    incomplete: IncompleteGroups = field(default_factory=IncompleteGroups)
-    may_restore: Callable[[GroupMemory], bool] = lambda _: True
-    """Returns True if windows that take so much may be restored."""
-    admit: Callable[[Hello, RankStream], bool] = lambda *_: True
-    """Returns True if the group of a rank may take memory; else refuses the rank."""
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class RankRegistration:
     """Answers the Hello of each new stream."""
@@ -128,7 +106,7 @@ class RankRegistration:
         stream, keeper = session.stream, self.leadership.keeper
         # This Hello may name a higher term, for which the lease is taken again in between.
         for _ in range(_ATTEMPTS):
-            await keeper.decided(_LEASE_WAIT_S)
+            await keeper.decided(LEASE_WAIT_S)
             if not keeper.leading or stream.closed:
                 break
             try:
@@ -193,24 +171,23 @@ class Connectivity:
     control: DeploymentState
     keeper: LeaseKeeper
     ranks: RankSessions
-    clock: Clock
-    spawn: Spawn
+    shared: SharedServices
     alone: bool
     _sent_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._heard_at = self.clock.monotonic()
+        self._heard_at = self.shared.clock.monotonic()
 
     def check(self) -> None:
         """Give the lease up if no rank was heard for a whole lease; call a few times a second."""
-        now, membership = self.clock.monotonic(), self.control.membership
+        now, membership = self.shared.clock.monotonic(), self.control.membership
         if not self.keeper.leading or any(
             membership.fresh(rank, now) for rank in membership.members
         ):
             self._heard_at = now
         if not self.alone and now - self._heard_at > self.control.timing.rank_lease_s:
             self._heard_at = now
-            self.spawn(self._yield_lease(), f"yield-{self.control.deployment}")
+            self.shared.spawn(self._yield_lease(), f"yield-{self.control.deployment}")
 
     async def _yield_lease(self) -> None:
         await self.keeper.yield_lease(
@@ -220,7 +197,7 @@ class Connectivity:
 
     def keep_streams(self) -> None:
         """As a follower, send something now and then: ranks leave a controller that is silent."""
-        now = self.clock.monotonic()
+        now = self.shared.clock.monotonic()
         if (
             self.control.state is ControlState.FOLLOWER
             and now - self._sent_at >= self.control.timing.heartbeat_s
@@ -247,95 +224,62 @@ class Deployment:
         *,
         lasting: bool = True,
     ) -> None:
-        clock, store, spawn = shared.clock, shared.store, shared.spawn
+        clock = shared.clock
         self.deployment = deployment
+        self.clock = clock
         self.decisions: deque[dict[str, Any]] = deque(maxlen=_DECISIONS)
         """Rows of the decision log, newest last, for when the store cannot be asked."""
-        self.control = _build_control(deployment, options, clock)
-        self.inbox = MachineInbox(self.control, clock, lambda: self.driver)
-        ingest = _build_ingest(deployment, options, shared)
-        self.loads = _build_loads(self.control, options, shared, ingest)
-        self.ranks = self._build_sessions(options, shared, ingest)
-        self._kv = KvCaches(self.control, self.ranks, store, shared.health)
-        self.leadership = Leadership(
-            self.control,
-            store,
+        control = self.control = DeploymentControl(
+            deployment,
+            timing=options.timing,
+            policy=options.policy,
+            unix_offset_s=clock.unix() - clock.monotonic(),
+        )
+        self.inbox = MachineInbox(control, clock, lambda: self.driver)
+        loads = self.loads = _build_loads(control, options, shared)
+        ranks = self.ranks = RankSessions(
+            self.inbox,
+            loads.ingest,
             clock,
-            options.leader,
-            options.advertise,
-            self.inbox,
-            self.loads,
-            self.ranks,
-            self._kv,
-            self.decisions,
-            shared.health,
-            spawn,
-            lasting,
-        )
-        self.planner = DeploymentPlanner(
-            self.control,
-            self.loads,
-            self.ranks,
-            self._kv,
-            self.inbox,
-            store,
-            shared.health,
-            clock,
-            shared.planner,
-            spawn,
-            options.cycle,
-            shared.metrics,
-        )
-        self.executor = self._build_executor(shared)
-        self.driver = self._build_driver(clock)
-        self._registration = RankRegistration(
-            self.control, self.leadership, self.ranks, self.loads, self.inbox, shared.admit
-        )
-        self._connectivity = Connectivity(
-            self.control, self.keeper, self.ranks, clock, spawn, options.leader.replicas == 1
-        )
-        self.clock = clock
-        self._options = options
-        self._spawn = spawn
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def _build_sessions(
-        self, options: DeploymentOptions, shared: SharedServices, ingest: Ingest
-    ) -> RankSessions:
-        return RankSessions(
-            self.deployment,
-            self.inbox,
-            ingest,
-            shared.clock,
             options.timing,
             options.flow,
             options.leader.renew_s,
-            partial(self._swapped, shared.metrics),
-            partial(shared.metrics.rank_displaced, self.deployment),
+            self._swapped,
+            partial(shared.metrics.rank_displaced, deployment),
         )
-
-    def _build_executor(self, shared: SharedServices) -> ActionExecutor:
-        log = ActionLog(
-            self.deployment,
-            shared.clock,
-            shared.metrics,
+        self._kv = KvCaches(control, ranks, shared)
+        self.leadership = Leadership(
+            control,
+            shared,
+            options.leader,
+            options.advertise,
+            self.inbox,
+            loads,
+            ranks,
+            self._kv,
             self.decisions,
-            find_plan=lambda plan_id: self.control.records.by_id.get(plan_id),
+            lasting,
         )
-        return ActionExecutor(
-            self.deployment,
-            shared.store,
-            shared.health,
-            self.leadership,
-            self.ranks,
-            log,
-            expect_wave=self._expect_wave,
-            begin_cycle=self.planner.begin_cycle,
+        self.planner = DeploymentPlanner(
+            control, loads, ranks, self._kv, self.inbox, shared, options.cycle
         )
+        self.executor = self._build_executor(shared)
+        self.driver = Driver(
+            control, self.executor, clock, tick=Tick(), tick_s=TICK_S, after=self.follow_machine
+        )
+        self.registration = RankRegistration(
+            control, self.leadership, ranks, loads, self.inbox, shared.admit
+        )
+        self._connectivity = Connectivity(
+            control, self.keeper, ranks, shared, options.leader.replicas == 1
+        )
+        self._options = options
+        self._shared = shared
+        self._tasks: list[asyncio.Task[None]] = []
 
-    def _swapped(self, metrics: ControllerMetrics, ack: Ack) -> None:
+    def _swapped(self, ack: Ack) -> None:
         if ack.swap_s > 0:  # A repeated acknowledgement has 0, which measures nothing.
-            metrics.swap_stall(self.deployment, ack.swap_s)
+            self._shared.metrics.swap_stall(self.deployment, ack.swap_s)
         self.planner.stalls.measured(ack.wave, ack.swap_s)
 
     def _expect_wave(self, prepare: Prepare) -> None:
@@ -346,14 +290,14 @@ class Deployment:
         if prepare.wave.wave_index == 0:
             self.planner.gains.plan_begins(prepare.wave.plan_id)
 
-    def _build_driver(self, clock: Clock) -> Driver:
-        return Driver(
-            self.control,
-            self.executor,
-            clock,
-            tick=Tick(),
-            tick_s=TICK_S,
-            after=self.follow_machine,
+    def _build_executor(self, shared: SharedServices) -> ActionExecutor:
+        return ActionExecutor(
+            shared,
+            self.leadership,
+            self.ranks,
+            ActionLog(self.control, shared.clock, shared.metrics, self.decisions),
+            expect_wave=self._expect_wave,
+            begin_cycle=self.planner.begin_cycle,
         )
 
     @property
@@ -386,8 +330,8 @@ class Deployment:
     def start(self) -> None:
         """Start to drive the machine, and to seek the lease when it is wanted."""
         self._tasks = [
-            self._spawn(self.driver.run(), f"driver-{self.deployment}"),
-            self._spawn(self.keeper.run(), f"lease-{self.deployment}"),
+            self._shared.spawn(self.driver.run(), f"driver-{self.deployment}"),
+            self._shared.spawn(self.keeper.run(), f"lease-{self.deployment}"),
         ]
 
     async def stop(self, *, forget: bool = False) -> None:
@@ -399,10 +343,6 @@ class Deployment:
         await end_tasks(self._tasks)
         self.loads.ingest.close()
         await self.leadership.release(forget=forget)
-
-    async def attach(self, hello: Hello, stream: RankStream) -> RankSession | None:
-        """Register the stream of a rank; return None if it was turned away."""
-        return await self._registration.attach(hello, stream)
 
     async def store_windows(self) -> None:
         """Bring the stored windows and KV caches up to date if this replica leads.
@@ -444,36 +384,11 @@ class Deployment:
             self.inbox.tell(ctl.ClockStepped(offset))
 
 
-def _build_control(
-    deployment: DeploymentId, options: DeploymentOptions, clock: Clock
-) -> DeploymentControl:
-    return DeploymentControl(
-        deployment,
-        timing=options.timing,
-        policy=options.policy,
-        unix_offset_s=clock.unix() - clock.monotonic(),
-    )
-
-
 def _build_loads(
-    control: DeploymentControl, options: DeploymentOptions, shared: SharedServices, ingest: Ingest
+    control: DeploymentControl, options: DeploymentOptions, shared: SharedServices
 ) -> GroupLoads:
-    return GroupLoads(
-        control,
-        shared.store,
-        ingest,
-        options.cycle.plan_steps,
-        options.cycle.objective.dispatch,
-        shared.health,
-        lambda shape: shared.may_restore(options.memory_of(shape)),
-    )
-
-
-def _build_ingest(
-    deployment: DeploymentId, options: DeploymentOptions, shared: SharedServices
-) -> Ingest:
-    metrics = shared.metrics
-    return Ingest(
+    deployment, metrics = control.deployment, shared.metrics
+    ingest = Ingest(
         deployment,
         shared.windows,
         shared.clock,
@@ -485,4 +400,13 @@ def _build_ingest(
         dropped=partial(metrics.steps_dropped, deployment),
         incomplete=shared.incomplete,
         check=LoadCheck(options.cycle.plan_steps),
+    )
+    return GroupLoads(
+        control,
+        shared.store,
+        ingest,
+        options.cycle.plan_steps,
+        options.cycle.objective.dispatch,
+        shared.health,
+        lambda shape: shared.may_restore(options.memory_of(shape)),
     )

@@ -10,19 +10,19 @@ import structlog
 
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.controller.deployment.deployment import (
+    LEASE_WAIT_S,
     Deployment,
     DeploymentOptions,
-    SharedServices,
 )
 from evenkeel_moe.controller.ingest.group_memory import GroupMemory, memory_together
 from evenkeel_moe.controller.ranks.rank_sessions import RankSession, refusal
+from evenkeel_moe.controller.shared_services import SharedServices
 from evenkeel_moe.errors import PeerViolation, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.wire.link import FlowControl
 
 _log = structlog.get_logger(__name__)
-_LEASE_WAIT_S = 3.0
 _NEW_S = 60.0
 """A deployment whose ranks were never all here is evicted after this: any client can make up a
 name."""
@@ -224,7 +224,7 @@ class DeploymentRegistry:
     async def seek_lease(self, deployment: Deployment) -> None:
         """Take the lease if nobody leads: only the leader of a deployment can let it go."""
         if not deployment.keeper.leading and not self.shared.health.resting:
-            await deployment.keeper.decided(_LEASE_WAIT_S)
+            await deployment.keeper.decided(LEASE_WAIT_S)
 
     def _may_restore(self, name: DeploymentId, need: GroupMemory) -> bool:
         """Return True if the stored windows of a deployment fit beside the other deployments.
@@ -345,7 +345,7 @@ class DeploymentRegistry:
         # While the store is away, a deployment that is not new must not be refused as one.
         if not self._admit(hello, stream, is_new=known is False):
             return None
-        return await self.add(name, lasting=known is True).attach(hello, stream)
+        return await self.add(name, lasting=known is True).registration.attach(hello, stream)
 
     def refuse(self, violation: PeerViolation, stream: RankStream) -> None:
         """Close a stream whose first message is not a valid Hello."""

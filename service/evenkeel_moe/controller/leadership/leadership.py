@@ -15,11 +15,9 @@ from evenkeel_moe.controller.leadership.takeover import Takeover, take_over
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.controller.ranks.kv_caches import KvCaches
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
-from evenkeel_moe.controller.store_clock import StoreClock
-from evenkeel_moe.controller.store_health import StoreHealth
-from evenkeel_moe.controller.tasks import Spawn
+from evenkeel_moe.controller.shared_services import SharedServices
 from evenkeel_moe.errors import Conflict, Unavailable
-from evenkeel_moe.ports.stores import DeploymentStore, Lease
+from evenkeel_moe.ports.stores import Lease
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.protocol.messages import Leader
@@ -43,8 +41,7 @@ class Leadership:
     """
 
     control: DeploymentState
-    store: DeploymentStore
-    clock: StoreClock
+    shared: SharedServices
     settings: LeaderSettings
     advertise: str
     inbox: MachineInbox
@@ -52,8 +49,6 @@ class Leadership:
     ranks: RankSessions
     kv: KvCaches
     decisions: deque[dict[str, Any]]
-    health: StoreHealth
-    spawn: Spawn
     lasting: InitVar[bool] = True
     term: int = field(default=0, init=False)
     """The term to write under; without a lease the last one we held."""
@@ -67,8 +62,8 @@ class Leadership:
         self.keeper = LeaseKeeper(
             control.deployment,
             settings.replica_id,
-            self.store,
-            self.clock,
+            self.shared.store,
+            self.shared.clock,
             lease_s=settings.lease_s,
             renew_s=settings.renew_s,
             alone=settings.replicas == 1,
@@ -108,7 +103,9 @@ class Leadership:
             return
         await self.keeper.claim()
         for name, body in list(self._late.items()):
-            await self.store.store_document(self.control.deployment, name, body, self.machine_term)
+            await self.shared.store.store_document(
+                self.control.deployment, name, body, self.machine_term
+            )
             self._late.pop(name, None)
 
     def raise_term(self, at_least: int) -> None:
@@ -131,17 +128,17 @@ class Leadership:
         if forget and self.keeper.leading and self.keeper.lasting:
             nobody = {"replica_id": "", "address": ""}
             with contextlib.suppress(Unavailable, Conflict):
-                await self.store.store_document(
+                await self.shared.store.store_document(
                     self.control.deployment, "leader", nobody, self.term
                 )
-                await self.store.unlist(self.control.deployment)
+                await self.shared.store.unlist(self.control.deployment)
         await self.keeper.release(forget=forget)
 
     async def leader_address(self) -> NotLeader:
         """Return the answer that sends a rank to the leader, as far as it is known."""
         winner = self.keeper.winner
         try:
-            body = await self.store.fetch_document(self.control.deployment, "leader") or {}
+            body = await self.shared.store.fetch_document(self.control.deployment, "leader") or {}
         except Unavailable:
             body = {}
         leader = winner.holder if winner is not None else ""
@@ -154,12 +151,12 @@ class Leadership:
 
     async def _won(self, lease: Lease) -> None:
         """Load the records, then let the machine lead, and present the connected ranks to it."""
-        await self.clock.follow(self.store)
+        await self.shared.clock.follow(self.shared.store)
         for session in self.ranks.by_stream.values():
             known = session.hello.highest_term
             if is_credible_term(known, lease.term):
                 self._recovery.ranks_know(known)
-        found = await take_over(self.store, self.control.deployment, lease, self._recovery)
+        found = await take_over(self.shared.store, self.control.deployment, lease, self._recovery)
         self._late = {} if lease.lasting else dict(found.restored.unstored)
         if found.led_by is None:
             self.loads.store_shape_again()
@@ -167,7 +164,7 @@ class Leadership:
             await self._restore()
         await self.kv.restore()
         leader = {"replica_id": self.settings.replica_id, "address": self.advertise}
-        await self.store.store_document(
+        await self.shared.store.store_document(
             self.control.deployment, "leader", leader, lease.term, lease.lasting
         )
         self.term = lease.term
@@ -181,19 +178,19 @@ class Leadership:
         """Return the records the machine starts with; log what the store lost."""
         restored = found.restored
         for name, why in restored.unreadable.items():
-            self.health.unreadable("document", f"{self.control.deployment} {name}", why)
+            self.shared.health.unreadable("document", f"{self.control.deployment} {name}", why)
         if not restored.loss:
             return found.records
         if "control" not in restored.unreadable and self.keeper.lasting:
             _log.error(
                 "store_came_back_empty", deployment=self.control.deployment, detail=restored.loss
             )
-        return replace(found.records, loss=restored.row(self.clock.unix()))
+        return replace(found.records, loss=restored.row(self.shared.clock.unix()))
 
     async def _restore(self) -> None:
         """Load windows and decisions, also if another replica led since they were in memory."""
         await self.loads.restore(self.ranks.generations)
-        rows = await self.store.fetch_decisions(self.control.deployment, _DECISIONS)
+        rows = await self.shared.store.fetch_decisions(self.control.deployment, _DECISIONS)
         if not self.keeper.lasting:
             return  # Those in memory are stored once the deployment has records.
         self.decisions.clear()
@@ -203,7 +200,7 @@ class Leadership:
     def _outrun(self, _winner: Lease) -> None:
         """Send the ranks to the replica that leads."""
         if any(self.ranks.registered()):
-            self.spawn(self._send_away(), f"send-away-{self.control.deployment}")
+            self.shared.spawn(self._send_away(), f"send-away-{self.control.deployment}")
 
     async def _send_away(self) -> None:
         answer = await self.leader_address()

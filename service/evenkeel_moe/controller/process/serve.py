@@ -28,7 +28,7 @@ from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.api.app import create_app
 from evenkeel_moe.api.auth import OPEN_PATHS
 from evenkeel_moe.api.console import console_files
-from evenkeel_moe.controller.deployment.deployment import Deployment, SharedServices
+from evenkeel_moe.controller.deployment.deployment import Deployment
 from evenkeel_moe.controller.deployment.deployment_registry import DeploymentRegistry
 from evenkeel_moe.controller.logs import configure_logs
 from evenkeel_moe.controller.operations.gauges import GaugeLimits
@@ -46,6 +46,7 @@ from evenkeel_moe.controller.process.options import (
     store_connections,
 )
 from evenkeel_moe.controller.process.tokens import TokenFile, write_first_token
+from evenkeel_moe.controller.shared_services import SharedServices
 from evenkeel_moe.controller.store_clock import StoreClock
 from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.controller.tasks import ExitTimer, Spawner, end_tasks

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
-from evenkeel_moe.controller.store_health import StoreHealth
+from evenkeel_moe.controller.shared_services import SharedServices
 from evenkeel_moe.planning.decision.kv_promise import KvHistory, KvPromise, KvReport
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
-from evenkeel_moe.ports.stores import DeploymentStore
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 
 _DOCUMENT = "kv_cache"
@@ -19,13 +18,12 @@ class KvCaches:
 
     Args:
         control: the machine; only read.
-        store: keeps the history, which outlives the group and the controller.
+        shared: its store keeps the history, which outlives the group and the controller.
     """
 
     control: DeploymentState
     ranks: RankSessions
-    store: DeploymentStore
-    health: StoreHealth
+    shared: SharedServices
     _history: KvHistory = field(default=KvHistory(), init=False)
     _stored: KvHistory = field(default=KvHistory(), init=False)
     """As the store has it, as far as is known."""
@@ -55,13 +53,13 @@ class KvCaches:
             Unavailable: the store is out of reach.
         """
         deployment = self.control.deployment
-        body = await self.store.fetch_document(deployment, _DOCUMENT)
+        body = await self.shared.store.fetch_document(deployment, _DOCUMENT)
         found = None if body is None else KvHistory.of_document(body)
         if found is not None:
             self._history = found
         elif body is not None:
             where = f"{deployment} {_DOCUMENT}"
-            self.health.unreadable("document", where, "it is no history of KV caches")
+            self.shared.health.unreadable("document", where, "it is no history of KV caches")
         self._stored = found or KvHistory()
 
     async def store_told(self, term: Callable[[], int]) -> None:
@@ -77,5 +75,5 @@ class KvCaches:
         history = self._history
         if history != self._stored:
             body = history.document()
-            await self.store.store_document(self.control.deployment, _DOCUMENT, body, term())
+            await self.shared.store.store_document(self.control.deployment, _DOCUMENT, body, term())
             self._stored = history

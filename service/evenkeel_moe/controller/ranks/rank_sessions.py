@@ -12,7 +12,7 @@ from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.errors import PeerViolation, Reason
-from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
+from evenkeel_moe.model.ids import EpRank, Generation
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
@@ -147,7 +147,6 @@ class RankSessions:
         displaced: counts a process that lost its place to another.
     """
 
-    deployment: DeploymentId
     inbox: MachineInbox
     ingest: Ingest
     clock: Clock
@@ -217,7 +216,7 @@ class RankSessions:
             self.displaced()
         _log.warning(
             "rank_displaced" if displaced else "rank_refused",
-            deployment=self.deployment,
+            deployment=self.ingest.deployment,
             rank=session.rank,
             peer=session.stream.peer,
             reason=reason,
