@@ -150,3 +150,24 @@ async def test_an_evacuation_is_not_bound_by_the_limits_of_the_policy(tmp_path):
         assert answer.status_code == 202, answer.json()
         await until(lambda: ready(controller), within_s=30)
         assert stranded(holders(group.placement), [0]) == 0 and group.epoch > 0
+
+
+async def test_an_evacuation_that_has_ended_is_not_repeated_under_its_id(tmp_path):
+    async with Controller(tmp_path, PLANNER__MODE="observe") as controller, Group() as group:
+        await group.join(controller)
+        await group.serve(16)
+        http, asked = controller.http, {"retire": [2], "plan_id": "evacuate"}
+        assert (await http.post(RESIZE, json=asked)).status_code == 202
+        await until(lambda: ready(controller), within_s=30)
+        again = await http.post(RESIZE, json=asked)
+        assert (again.status_code, again.json()["ready"]) == (202, True)
+        await http.post("/v1/deployments/demo/resume")
+        back = await http.post("/v1/deployments/demo/rollback", json={"to_epoch": 0})
+        assert back.status_code == 202, back.json()
+        await until(lambda: stranded(holders(group.placement), [2]) > 0, within_s=30)
+        await until(lambda: controller.state("ready"))
+        again = await http.post(RESIZE, json=asked)
+        assert (again.status_code, again.json()["reason"]) == (409, Reason.ID_REUSED)
+        assert "experts live on ranks 2 alone: name another plan_id" in again.json()["detail"]
+        assert (await http.post(RESIZE, json={"retire": [2]})).status_code == 202
+        await until(lambda: ready(controller), within_s=30)

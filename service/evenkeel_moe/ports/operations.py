@@ -296,7 +296,8 @@ class Operations(Protocol):
         """Let ranks retire, and move the experts away that live on them alone.
 
         Conflict(STALE_BASE) if the group has not `from_ranks` ranks, Conflict(RESIZING) if other
-        ranks retire already.
+        ranks retire already, Conflict(ID_REUSED) if the plan of this id has ended and there are
+        experts to move.
         """
         ...
 

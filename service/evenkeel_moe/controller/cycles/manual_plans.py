@@ -34,7 +34,7 @@ from evenkeel_moe.model.ids import Epoch, EpRank, PlanId
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanLimits, PlanPhase, PlanRecord, Wave
-from evenkeel_moe.model.quantities import figure, figure_name
+from evenkeel_moe.model.quantities import figure, figure_name, numbered
 from evenkeel_moe.planning.decision.cycle import CycleResult
 from evenkeel_moe.planning.policies.registry import find_policy
 from evenkeel_moe.planning.schedule.waves import schedule_waves
@@ -145,7 +145,8 @@ class ManualPlanner:
         Raises:
             InvalidInput: the request names no ranks, or ranks that cannot retire.
             Conflict: STALE_BASE if the group has another number of ranks than the caller takes it
-                to have, RESIZING if other ranks retire, or a gate is closed.
+                to have, RESIZING if other ranks retire, ID_REUSED if the plan of this id has ended
+                and experts live on these ranks alone, or a gate is closed.
             InfeasiblePlan: the other ranks have no room for all experts.
             Unavailable: the planner is starting or failed, the store failed, or this replica does
                 not lead.
@@ -169,6 +170,13 @@ class ManualPlanner:
         )
         plan = self._at_once(base, PlanKind.EVACUATION, request.plan_id, target, waves)
         digest = _digest({"kind": PlanKind.EVACUATION.value, "retire": retire})
+        known = await self._repeated(request.plan_id, digest) if waves else None
+        if known is not None and known.phase.terminal:
+            raise Conflict(
+                f"plan {request.plan_id} is {known.phase_text}, and experts live on ranks"
+                f" {numbered(retire)} alone: name another plan_id, or none",
+                Reason.ID_REUSED,
+            )
         by = request.requested_by
         # Without bounds: a rank can only retire once all its experts live elsewhere too.
         submitted = ctl.PlanSubmitted(plan, True, by, digest, bounded=False) if waves else None
