@@ -7,7 +7,6 @@ import pytest
 from evenkeel_moe.controller.policy_document import (
     change_policy,
     policy_document,
-    policy_from_document,
 )
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.dispatch_model import DispatchModel
@@ -30,7 +29,7 @@ def test_a_policy_survives_its_document():
         DispatchModel.NEAREST,
         CostChoice.TOKENS,
     )
-    again = policy_from_document(policy_document(policy), DeploymentPolicy())
+    again = change_policy(DeploymentPolicy(), policy_document(policy))
     assert policy_document(again) == policy_document(policy)
     assert again.limits == policy.limits
     assert again.schedule == policy.schedule
@@ -125,13 +124,6 @@ def test_changes_that_cannot_be_right_are_refused_in_words(changes, words):
     with pytest.raises(InvalidInput, match=words) as caught:
         change_policy(DeploymentPolicy(), changes)
     assert len(str(caught.value)) < 400
-
-
-def test_a_stored_document_that_cannot_be_used_leaves_the_default():
-    default = DeploymentPolicy(cycle_s=3.0)
-    assert policy_from_document(None, default) is default
-    assert policy_from_document({"mode": "gone"}, default) is default
-    assert policy_from_document({"mode": "auto"}, default).cycle_s == 3.0
 
 
 def test_the_largest_limit_is_taken():

@@ -1,13 +1,13 @@
 """The policy of a deployment as a document, which is stored and which operators read and change."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from pydantic import ValidationError
 
 from evenkeel_moe.api.schemas import PolicyDocument
-from evenkeel_moe.errors import EvenkeelError, InvalidInput
+from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import DeploymentPolicy
 from evenkeel_moe.model.schedule import Schedule
@@ -77,23 +77,3 @@ def _merged(below: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 def _without_none(options: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in (options or {}).items() if value is not None}
-
-
-def policy_from_document(
-    body: Mapping[str, Any] | None,
-    default: DeploymentPolicy,
-    unusable: Callable[[str], None] | None = None,
-) -> DeploymentPolicy:
-    """Return the stored policy; the default if none is stored or it can no longer be used.
-
-    Args:
-        unusable: told why a stored policy cannot be used.
-    """
-    if body is None:
-        return default
-    try:
-        return change_policy(default, body)
-    except EvenkeelError as error:
-        if unusable is not None:
-            unusable(str(error))
-        return default

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from evenkeel_moe.controller.policy_document import policy_document, policy_from_document
-from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.controller.policy_document import change_policy, policy_document
+from evenkeel_moe.errors import EvenkeelError, InvalidInput, Reason
 from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.policy import DeploymentPolicy
 
@@ -90,10 +90,10 @@ class OperatorStateRecovery:
         unreadable: dict[str, str] = {}
         loss = ""
         if policy is not None:
-            stored_policy = policy_from_document(
-                policy, self._default, lambda why: unreadable.update(policy=why)
-            )
-            known = replace(known, policy=stored_policy)
+            try:
+                known = replace(known, policy=change_policy(self._default, policy))
+            except EvenkeelError as error:
+                unreadable["policy"] = str(error)
         if control is not None:
             try:
                 frozen_until = _finite(control.get("frozen_until", 0.0))
