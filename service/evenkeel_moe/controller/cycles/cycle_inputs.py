@@ -79,6 +79,7 @@ class PlanBase:
         created_at: float,
         expires_at: float | None,
         numbers: dict[str, float],
+        stalls: SwapStalls,
         cost_source: CostSource | None = None,
     ) -> Plan:
         """Return a plan from this base to a target.
@@ -87,9 +88,13 @@ class PlanBase:
             plan_id: None chooses a new id.
             created_at: Unix seconds.
             expires_at: Unix seconds; None if a proposal of this plan never expires.
-            numbers: values that are not finite are left out.
+            numbers: values that are not finite are left out. `expected_stall_s` is added to them,
+                unless no swap was measured yet.
+            stalls: the measured swaps.
             cost_source: of the cost model that scored the plan; None if none did.
         """
+        stall_s = stalls.expected_s(waves, self.placement.slots_per_rank)
+        expected = {} if stall_s is None else {"expected_stall_s": stall_s}
         return Plan(
             plan_id=plan_id or new_plan_id(kind, self.epoch),
             deployment=self.deployment,
@@ -106,14 +111,8 @@ class PlanBase:
             expires_at=expires_at,
             allow_duplicates=target.first_duplicate() is not None,
             cost_source=cost_source,
-            numbers=finite(numbers),
+            numbers=finite(numbers | expected),
         )
-
-
-def expected_stall(stalls: SwapStalls, waves: tuple[Wave, ...], base: PlanBase) -> dict[str, float]:
-    """Return the number `expected_stall_s` of a plan; nothing if no swap was measured yet."""
-    seconds = stalls.expected_s(waves, base.placement.slots_per_rank)
-    return {} if seconds is None else {"expected_stall_s": seconds}
 
 
 def build_evacuation(

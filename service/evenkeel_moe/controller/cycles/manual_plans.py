@@ -5,16 +5,10 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from evenkeel_moe.api.words.reasons import sentence
-from evenkeel_moe.controller.cycles.cycle_inputs import (
-    PlanBase,
-    build_evacuation,
-    expected_stall,
-    finite,
-)
+from evenkeel_moe.controller.cycles.cycle_inputs import PlanBase, build_evacuation, finite
 from evenkeel_moe.controller.cycles.input_builder import InputBuilder
 from evenkeel_moe.controller.machine_inbox import MachineInbox
 from evenkeel_moe.controller.policy_document import change_policy
@@ -126,7 +120,8 @@ class ManualPlanner:
             reason=Reason.MANUAL_REQUEST,
             created_at=unix,
             expires_at=unix + policy.proposal_ttl_s,
-            numbers=result.numbers | expected_stall(self.stalls, result.waves, base),
+            numbers=result.numbers,
+            stalls=self.stalls,
             cost_source=inputs.objective.cost.source,
         )
         if request.dry_run:
@@ -168,7 +163,7 @@ class ManualPlanner:
         retire, target, waves = await self.shared.planner.run(
             build_evacuation, inputs, named, stay, request.whole_nodes
         )
-        plan = self._at_once(base, PlanKind.EVACUATION, request.plan_id, target, waves)
+        plan = self._at_once(base, PlanKind.EVACUATION, request.plan_id, target, waves, {})
         digest = _digest({"kind": PlanKind.EVACUATION.value, "retire": retire})
         known = await self._repeated(request.plan_id, digest) if waves else None
         if known is not None and known.phase.terminal:
@@ -254,7 +249,7 @@ class ManualPlanner:
         plan_id: PlanId | None,
         target: Placement,
         waves: tuple[Wave, ...],
-        numbers: Mapping[str, float] = MappingProxyType({}),
+        numbers: dict[str, float],
     ) -> Plan:
         """Return a plan that an operator starts at once, made by no policy."""
         return base.plan(
@@ -266,7 +261,8 @@ class ManualPlanner:
             reason=Reason.MANUAL_REQUEST,
             created_at=self.shared.clock.unix(),
             expires_at=None,
-            numbers={**numbers, **expected_stall(self.stalls, waves, base)},
+            numbers=numbers,
+            stalls=self.stalls,
         )
 
     async def _rollback_target(self, request: RollbackRequest) -> tuple[Epoch, Placement]:

@@ -9,12 +9,7 @@ from functools import partial
 import structlog
 
 from evenkeel_moe.controller.cycles.cycle_budget import CycleBudget
-from evenkeel_moe.controller.cycles.cycle_inputs import (
-    CycleSettings,
-    PlanBase,
-    expected_stall,
-    finite,
-)
+from evenkeel_moe.controller.cycles.cycle_inputs import CycleSettings, PlanBase, finite
 from evenkeel_moe.controller.cycles.input_builder import InputBuilder
 from evenkeel_moe.controller.cycles.manual_plans import ManualPlanner
 from evenkeel_moe.controller.cycles.plan_gains import PlanGains
@@ -133,7 +128,8 @@ class DeploymentPlanner:
             reason=result.reason,
             created_at=unix,
             expires_at=unix + policy.proposal_ttl_s if policy.mode is Mode.PROPOSE else None,
-            numbers=numbers | expected_stall(self.stalls, result.waves, base),
+            numbers=numbers,
+            stalls=self.stalls,
             cost_source=inputs.objective.cost.source,
         )
         return ctl.CycleDecided(action.cycle, result.reason, plan, numbers, shadow)
