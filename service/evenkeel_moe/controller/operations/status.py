@@ -17,7 +17,6 @@ from evenkeel_moe.model.plan import PlanKind, PlanPhase
 from evenkeel_moe.planning.problem.survival import Coverage, Survive, coverage
 from evenkeel_moe.planning.schedule.width_change import holders, stranded
 from evenkeel_moe.ports.status import DeploymentStatus, RankStatus, ResizeStatus
-from evenkeel_moe.protocol.leader.membership import Member
 from evenkeel_moe.protocol.messages import ParticipantState
 from evenkeel_moe.protocol.transitions import ControlState
 
@@ -162,54 +161,36 @@ class LiveView:
         return None if value is None else float(value)
 
     def _rank_rows(self, now: float) -> tuple[RankStatus, ...]:
-        members = self.control.membership.members
-        heard, unknown = self._any_rank_heard(), np.zeros(0)
-        shares = self.loads.balance.load_shares() if heard else None
-        speeds = self.loads.times.seconds_per_token() if heard else unknown
-        factors = self.loads.times.speed_factors() if heard else unknown
-        return tuple(
-            self._rank_row(
-                rank,
-                members[rank],
-                now,
-                load_share=None if shares is None else _known(shares, rank),
+        membership, balance, times = self.control.membership, self.loads.balance, self.loads.times
+        shares = speeds = factors = None
+        if self._any_rank_heard():
+            shares, speeds = balance.load_shares(), times.seconds_per_token()
+            factors = times.speed_factors()
+        rows = []
+        for rank, member in sorted(membership.members.items()):
+            hello, state = member.hello, member.state
+            session = self.ranks.by_stream.get(member.stream)
+            fresh = membership.is_fresh(member, now)
+            row = RankStatus(
+                rank=rank,
+                node=hello.node,
+                gpu_uuid=hello.gpu_uuid,
+                device=hello.device,
+                weight_format=hello.weight_format,
+                fresh=fresh,
+                last_seen_unix=member.last_seen + self.control.unix_offset_s,
+                epoch=None if session is None else session.epoch,
+                state=self._state_now(state.state) if fresh and state is not None else "unknown",
+                load_share=_known(shares, rank),
                 seconds_per_token=_known(speeds, rank),
+                free_bytes=None if session is None else session.free_bytes,
+                staging_bytes=hello.staging_bytes,
                 slowness=_known(factors, rank),
+                trouble=session.trouble if session is not None else "",
+                stopped=member.stopped,
             )
-            for rank in sorted(members)
-        )
-
-    def _rank_row(
-        self,
-        rank: int,
-        member: Member,
-        now: float,
-        *,
-        load_share: float | None,
-        seconds_per_token: float | None,
-        slowness: float | None,
-    ) -> RankStatus:
-        hello, state = member.hello, member.state
-        session = self.ranks.by_stream.get(member.stream)
-        fresh = self.control.membership.is_fresh(member, now)
-        return RankStatus(
-            rank=rank,
-            node=hello.node,
-            gpu_uuid=hello.gpu_uuid,
-            device=hello.device,
-            weight_format=hello.weight_format,
-            fresh=fresh,
-            last_seen_unix=member.last_seen + self.control.unix_offset_s,
-            epoch=None if session is None else session.epoch,
-            state=self._state_now(state.state) if fresh and state is not None else "unknown",
-            load_share=load_share,
-            seconds_per_token=seconds_per_token,
-            free_bytes=None if session is None else session.free_bytes,
-            staging_bytes=hello.staging_bytes,
-            slowness=slowness,
-            trouble=session.trouble if session is not None else "",
-            stopped=member.stopped,
-        )
+            rows.append(row)
+        return tuple(rows)
 
     def _state_now(self, told: ParticipantState) -> ParticipantState:
         """Return the state of a rank; ranks tell theirs only when a leader asks.
@@ -221,7 +202,7 @@ class LiveView:
         return ParticipantState.IDLE if over else told
 
 
-def _known(values: NDArray[np.float64], rank: int) -> float | None:
+def _known(values: NDArray[np.float64] | None, rank: int) -> float | None:
     """Return the value of a rank; None if it was not measured."""
-    value = float(values[rank]) if rank < len(values) else math.nan
+    value = float(values[rank]) if values is not None and rank < len(values) else math.nan
     return value if math.isfinite(value) else None
