@@ -1,6 +1,7 @@
 """Gives the parts of a deployment a way to reach its control machine, and nothing else."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from evenkeel_moe.driver import Driver
@@ -12,6 +13,7 @@ from evenkeel_moe.protocol.leader.control import DeploymentControl
 _T = TypeVar("_T")
 
 
+@dataclass(eq=False, repr=False)
 class MachineInbox:
     """Passes events and calls to the control machine of one deployment.
 
@@ -19,19 +21,13 @@ class MachineInbox:
         driver: returns the driver, which is built last: it needs parts that use this inbox.
     """
 
-    def __init__(
-        self,
-        control: DeploymentControl,
-        clock: Clock,
-        driver: Callable[[], Driver],
-    ) -> None:
-        self._control = control
-        self._clock = clock
-        self._driver = driver
+    control: DeploymentControl
+    clock: Clock
+    driver: Callable[[], Driver]
 
     def post(self, event: object, processed: Callable[[], None] | None = None) -> None:
         """Give the machine an event; see `Driver.post`."""
-        self._driver().post(event, processed)
+        self.driver().post(event, processed)
 
     async def call(self, ask: Callable[[float], tuple[_T, Sequence[ctl.ControlAction]]]) -> _T:
         """Ask the machine something, and wait until its actions are carried out.
@@ -39,7 +35,7 @@ class MachineInbox:
         Raises:
             Unavailable: the actions are not known to be stored; see `Driver.call`.
         """
-        return await self._driver().call(ask)
+        return await self.driver().call(ask)
 
     async def request(self, request: ctl.OperatorRequest) -> None:
         """Make an operator's request, and wait until its actions are carried out.
@@ -48,7 +44,7 @@ class MachineInbox:
             EvenkeelError: the machine refuses the request, and nothing has changed.
             Unavailable: the actions are not known to be stored; see `Driver.call`.
         """
-        await self.call(lambda now: (None, self._control.handle(request, now)))
+        await self.call(lambda now: (None, self.control.handle(request, now)))
 
     async def request_plan(
         self, request: ctl.PlanSubmitted | ctl.PlanApproved | ctl.PlanCancelled
@@ -60,8 +56,8 @@ class MachineInbox:
         """
 
         def ask(now: float) -> tuple[PlanRecord, Sequence[ctl.ControlAction]]:
-            actions = self._control.handle(request, now)
-            return self._control.records.get(request.plan_id), actions
+            actions = self.control.handle(request, now)
+            return self.control.records.get(request.plan_id), actions
 
         return await self.call(ask)
 
@@ -73,5 +69,5 @@ class MachineInbox:
         The driver's queue waits while a batch is being stored. Meanwhile a rank that is heard must
         not count as lost, and the machine must not go by a clock that was set.
         """
-        actions = self._control.handle(event, self._clock.monotonic())
+        actions = self.control.handle(event, self.clock.monotonic())
         assert not actions

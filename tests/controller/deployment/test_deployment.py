@@ -216,7 +216,7 @@ async def test_windows_of_many_deployments_are_restored_up_to_the_memory_there_i
         await keep(store, name)
     async with replicas("a", store=store) as (one, _):
         memory = one.registry.options.memory_of(SHAPE)
-        limit = one.registry._memory_bytes = memory_together([memory] * 2)
+        limit = one.registry.memory_bytes = memory_together([memory] * 2)
         with structlog.testing.capture_logs() as logs:
             await took_up(one, store)
         members = one.registry.deployments
@@ -245,7 +245,7 @@ async def test_windows_that_are_being_restored_count_too(monkeypatch):
 
     monkeypatch.setattr(store, "fetch", slow)
     async with replicas("a", store=store) as (one, _):
-        one.registry._memory_bytes = memory_together([one.registry.options.memory_of(SHAPE)])
+        one.registry.memory_bytes = memory_together([one.registry.options.memory_of(SHAPE)])
         await one.registry.take_up(await store.deployments())
         members = one.registry.deployments
         await until(lambda: any(one.control.leader is not None for one in members.values()))
@@ -275,7 +275,7 @@ async def test_a_group_whose_windows_did_not_fit_is_led_and_begins_empty_ones():
     async with replicas("a", store=store) as (one, _):
         memory_of = one.registry.options.memory_of
         assert memory_together([memory_of(LARGE)]) > memory_together([memory_of(SHAPE)])
-        one.registry._memory_bytes = memory_together([memory_of(SHAPE)])
+        one.registry.memory_bytes = memory_together([memory_of(SHAPE)])
         await took_up(one, store)
         assert one.member.memory is None
         await one.lead(highest_term=2)

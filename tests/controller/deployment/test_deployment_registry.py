@@ -257,7 +257,7 @@ async def test_a_group_that_does_not_fit_beside_the_others_is_refused_with_the_n
         memory = one.registry.options.memory_of(hello_of(0).shape)
         assert one.member.memory == memory
         need = 2 * memory.total + memory.plan  # One plan runs at a time.
-        one.registry._memory_bytes = need - 1
+        one.registry.memory_bytes = need - 1
         refusal = await attached(one, renamed("second"), 11)
         assert refusal.outcome is RegistrationOutcome.REFUSED
         assert refusal.reason is Reason.LIMIT_EXCEEDED
@@ -270,19 +270,19 @@ async def test_a_group_that_does_not_fit_beside_the_others_is_refused_with_the_n
         assert DeploymentId("second") not in one.registry.deployments
         refused = one.registry.shared.metrics._refused
         assert refused.labels("memory_bytes")._value.get() == 1
-        one.registry._memory_bytes = need
+        one.registry.memory_bytes = need
         assert await attached(one, renamed("second"), 12) is None
 
 
 async def test_a_group_with_more_ranks_than_there_may_be_streams_is_refused_with_the_numbers():
     """It can never be whole, and its ranks would be remembered one by one."""
     async with replicas("a") as (one, _):
-        one.registry._max_streams = 1
+        one.registry.max_streams = 1
         refusal = await attached(one, renamed("second"), 11)
         assert refusal is not None and refusal.reason is Reason.LIMIT_EXCEEDED
         assert refusal.detail == "the group has 2 ranks, grpc.max_streams is 1"
         assert DeploymentId("second") not in one.registry.deployments
-        one.registry._max_streams = 2
+        one.registry.max_streams = 2
         assert await attached(one, renamed("second"), 12) is None
 
 
@@ -290,7 +290,7 @@ async def test_the_hello_that_would_complete_a_second_group_is_refused():
     """Groups that gather hold no windows, so that made-up shapes keep no group out."""
     async with replicas("a") as (one, _):
         memory = one.registry.options.memory_of(hello_of(0).shape)
-        one.registry._memory_bytes = memory_together([memory])
+        one.registry.memory_bytes = memory_together([memory])
         assert await attached(one, renamed("second"), 11) is None
         await one.lead()
         refusal = await attached(one, renamed("second", 1), 12)
@@ -304,7 +304,7 @@ async def test_the_hello_that_would_complete_a_second_group_is_refused():
 async def test_groups_that_connect_together_are_led_only_while_they_fit():
     async with replicas("a") as (one, _):
         memory = one.registry.options.memory_of(hello_of(0).shape)
-        one.registry._memory_bytes = memory_together([memory])
+        one.registry.memory_bytes = memory_together([memory])
         names = [name for name in ("first", "second", "third") for _ in range(2)]
         refusals = await asyncio.gather(
             *(attached(one, renamed(name, n % 2), 11 + n) for n, name in enumerate(names))
@@ -319,7 +319,7 @@ async def test_groups_that_connect_together_are_led_only_while_they_fit():
 async def test_a_group_without_ranks_gives_its_memory_to_another():
     async with replicas("a") as (one, _):
         sessions = await one.lead()
-        one.registry._memory_bytes = memory_together([one.member.memory])
+        one.registry.memory_bytes = memory_together([one.member.memory])
         for session in sessions:
             session.lost()
         one.member.ranks.last_open_at -= 60.0
@@ -343,16 +343,16 @@ async def test_nobody_is_evicted_for_a_group_that_does_not_fit_beside_the_busy_o
         one.member.ranks.last_open_at -= 60.0
         assert await said_hello(one, "young", 13)
         one.registry.deployments[DeploymentId("young")].ranks.last_open_at -= 60.0
-        one.registry._max_new_deployments = 1
+        one.registry.max_new_deployments = 1
         shape = hello_of(0).shape
         large = replace(shape, num_layers=16 * shape.num_layers)
         memories = [one.registry.options.memory_of(each) for each in (shape, large)]
-        one.registry._memory_bytes = memory_together(memories) - 1
+        one.registry.memory_bytes = memory_together(memories) - 1
         refusal = await attached(one, replace(renamed("stranger"), shape=large), 14)
         assert refusal is not None and "may take" in refusal.detail
         assert sorted(one.registry.deployments) == ["busy", DEMO, "young"]
         assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == "a"
-        one.registry._memory_bytes += 1
+        one.registry.memory_bytes += 1
         assert await attached(one, replace(renamed("stranger"), shape=large), 15) is None
         assert sorted(one.registry.deployments) == ["busy", "stranger"]
 
@@ -364,7 +364,7 @@ async def test_nobody_is_evicted_for_memory_before_the_number_of_deployments_is_
             session.lost()
         one.member.ranks.last_open_at -= 60.0
         assert await attached(one, renamed("young"), 11) is None
-        one.registry._memory_bytes = memory_together([one.member.memory])
+        one.registry.memory_bytes = memory_together([one.member.memory])
         refusal = await attached(one, renamed("stranger"), 12)
         assert refusal is not None and "were never all here" in refusal.detail
         assert sorted(one.registry.deployments) == [DEMO, "young"]
@@ -387,7 +387,7 @@ async def test_nobody_is_evicted_for_a_rank_that_the_machine_refuses(changes):
         await one.lead()
         shape = hello_of(0).shape
         large = replace(shape, num_layers=16 * shape.num_layers)
-        one.registry._memory_bytes = memory_together([one.registry.options.memory_of(large)])
+        one.registry.memory_bytes = memory_together([one.registry.options.memory_of(large)])
         stranger = replace(hello_of(0, **{"incarnation": 99} | changes), shape=large)
         stream = RankStream(90, "peer", capacity=64)
         assert await one.registry.attach(stranger, stream) is None
@@ -399,7 +399,7 @@ async def test_a_follower_sends_a_group_to_its_leader_whatever_memory_it_has():
         await one.lead()
         session = await two.registry.attach(hello_of(0), RankStream(11, "peer", capacity=64))
         assert session is None
-        two.registry._memory_bytes = 0
+        two.registry.memory_bytes = 0
         stream = RankStream(12, "peer", capacity=64)
         assert await two.registry.attach(hello_of(0), stream) is None
         (answer,) = stream._queue

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -80,28 +80,22 @@ class DeploymentFailures:
         return failure if failure is not None and failure.left_s(now) > 0 else None
 
 
+@dataclass(eq=False, repr=False)
 class DeploymentRegistry:
     """The deployments on this replica; `adapters.grpc.server.RankHub` for their ranks."""
 
-    def __init__(
-        self,
-        options: DeploymentOptions,
-        shared: SharedServices,
-        *,
-        max_deployments: int,
-        max_new_deployments: int,
-        memory_bytes: int,
-        max_streams: int,
-    ) -> None:
-        self.deployments: dict[DeploymentId, Deployment] = {}
-        self.options = options
-        self.shared = shared
-        self.failures = DeploymentFailures()
-        self._max_deployments = max_deployments
-        self._max_new_deployments = max_new_deployments
-        self._memory_bytes = memory_bytes
-        self._max_streams = max_streams
-        self._flow = options.flow
+    options: DeploymentOptions
+    shared: SharedServices
+    _: KW_ONLY
+    max_deployments: int
+    max_new_deployments: int
+    memory_bytes: int
+    max_streams: int
+    deployments: dict[DeploymentId, Deployment] = field(default_factory=dict, init=False)
+    failures: DeploymentFailures = field(default_factory=DeploymentFailures, init=False)
+
+    def __post_init__(self) -> None:
+        self._flow = self.options.flow
 
     def add(self, name: DeploymentId, *, lasting: bool = True) -> Deployment:
         """Return the deployment of a name; create and start it if it is not here yet.
@@ -186,7 +180,7 @@ class DeploymentRegistry:
             leader = await self.shared.store.fetch_document(name, "leader") or {}
             if (
                 leader.get("replica_id") == self.options.leader.replica_id
-                and len(self.deployments) < self._max_deployments
+                and len(self.deployments) < self.max_deployments
             ):
                 self.add(name).keeper.want()
 
@@ -232,13 +226,13 @@ class DeploymentRegistry:
         No other makes room for them: a deployment can do without them, and may have no ranks.
         """
         others = _memory_of(one for other, one in self.deployments.items() if other != name)
-        if memory_together([need, *others]) <= self._memory_bytes:
+        if memory_together([need, *others]) <= self.memory_bytes:
             return True
         _log.error(
             "windows_not_restored",
             deployment=name,
             detail=f"its stored windows may take {need}, other deployments"
-            f" {memory_together(others)}; ingest.memory_bytes is {self._memory_bytes}",
+            f" {memory_together(others)}; ingest.memory_bytes is {self.memory_bytes}",
         )
         return False
 
@@ -282,21 +276,21 @@ class DeploymentRegistry:
             is_new: its ranks were never all here.
         """
         new = [one for one in stay if one.is_new] if comes and is_new else []
-        if len(new) >= self._max_new_deployments and not _make_room(stay, new):
+        if len(new) >= self.max_new_deployments and not _make_room(stay, new):
             detail = f"{len(new)} deployments whose ranks were never all here, no more are taken"
             return "max_new_deployments", detail
-        if comes and len(stay) >= self._max_deployments and not _make_room(stay, stay):
+        if comes and len(stay) >= self.max_deployments and not _make_room(stay, stay):
             return "max_deployments", f"{len(stay)} deployments are here, no more are taken"
         need = self.options.memory_of(hello.shape)
-        while memory_together([need, *_memory_of(stay)]) > self._memory_bytes:
-            if memory_together([need]) > self._memory_bytes or not _make_room(
+        while memory_together([need, *_memory_of(stay)]) > self.memory_bytes:
+            if memory_together([need]) > self.memory_bytes or not _make_room(
                 stay, [one for one in stay if one.memory]
             ):
                 layers, slots, ranks, experts = hello.shape.sizes
                 return "memory_bytes", (
                     f"{layers} layers x {slots} slots and {experts} experts on {ranks} ranks may"
                     f" take {need}, other deployments {memory_together(_memory_of(stay))}; one plan"
-                    f" runs at a time; ingest.memory_bytes is {self._memory_bytes}"
+                    f" runs at a time; ingest.memory_bytes is {self.memory_bytes}"
                 )
         return None
 
@@ -313,9 +307,9 @@ class DeploymentRegistry:
         Ranks of a group that can never be whole would only fill the memory.
         """
         ranks = hello.shape.num_ranks
-        if ranks <= self._max_streams:
+        if ranks <= self.max_streams:
             return True
-        detail = f"the group has {ranks} ranks, grpc.max_streams is {self._max_streams}"
+        detail = f"the group has {ranks} ranks, grpc.max_streams is {self.max_streams}"
         self._refuse_deployment(hello.identity.deployment, stream, "max_streams", detail)
         return False
 

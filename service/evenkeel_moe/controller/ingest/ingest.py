@@ -1,6 +1,7 @@
 """Turns the ranks' reports into windows of load, in memory and in the store."""
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 import structlog
 
@@ -28,6 +29,7 @@ _log = structlog.get_logger(__name__)
 _STORE_SOURCE_EVERY_S = 10.0
 
 
+@dataclass(eq=False, repr=False)
 class Ingest:
     """All load reports of one deployment.
 
@@ -42,52 +44,41 @@ class Ingest:
         check: gets the steps that do not add up; those of the windows are added elsewhere.
     """
 
-    def __init__(
-        self,
-        deployment: DeploymentId,
-        store: WindowStore,
-        clock: Clock,
-        *,
-        window_steps: int,
-        max_pending: int,
-        stride: int,
-        accepted: Callable[[int], None],
-        rejected: Callable[[Reason, int], None],
-        dropped: Callable[[int, int], None],
-        incomplete: IncompleteGroups,
-        check: LoadCheck,
-    ) -> None:
-        self.deployment = deployment
-        self.generation: Generation | None = None
-        """The generation whose steps are assembled."""
-        self.shape: ModelShape | None = None
-        """The shape of the steps that are kept, or that are being restored."""
-        self.rings: dict[Phase, StepRing] = {}
-        self.check = check
-        self.quarantine = Quarantine()
-        self.newest_step: int | None = None
-        self.newest_at: float | None = None
-        """Monotonic seconds at which the newest step was complete; None before the first step."""
-        self.step_times = StepTimes()
-        self._store = store
-        self._clock = clock
-        self._window_steps = window_steps
-        self._max_pending = max_pending
-        self._stride = stride
-        self._accepted = accepted
-        self._rejected = rejected
-        self._dropped = dropped
-        self._assembler: StepAssembler | None = None
-        self._restored: Generation | None = None
-        self._summed_to: dict[Phase, int] = {}
-        """Newest step of each phase that was restored with source-side sums."""
-        self._settled = False
-        """True while the group's placement is known; otherwise reports wait."""
+    deployment: DeploymentId
+    window_store: WindowStore
+    clock: Clock
+    _: KW_ONLY
+    window_steps: int
+    max_pending: int
+    stride: int
+    accepted: Callable[[int], None]
+    rejected: Callable[[Reason, int], None]
+    dropped: Callable[[int, int], None]
+    incomplete: InitVar[IncompleteGroups]
+    check: LoadCheck
+    generation: Generation | None = field(default=None, init=False)
+    """The generation whose steps are assembled."""
+    shape: ModelShape | None = field(default=None, init=False)
+    """The shape of the steps that are kept, or that are being restored."""
+    rings: dict[Phase, StepRing] = field(default_factory=dict, init=False)
+    quarantine: Quarantine = field(default_factory=Quarantine, init=False)
+    newest_step: int | None = field(default=None, init=False)
+    newest_at: float | None = field(default=None, init=False)
+    """Monotonic seconds at which the newest step was complete; None before the first step."""
+    step_times: StepTimes = field(default_factory=StepTimes, init=False)
+    _assembler: StepAssembler | None = field(default=None, init=False)
+    _restored: Generation | None = field(default=None, init=False)
+    _summed_to: dict[Phase, int] = field(default_factory=dict, init=False)
+    """Newest step of each phase that was restored with source-side sums."""
+    _settled: bool = field(default=False, init=False)
+    """True while the group's placement is known; otherwise reports wait."""
+    _stored: dict[Phase, int] = field(default_factory=dict, init=False)
+    """Newest step of each phase that the store has, or that is being stored."""
+    _forget_stored: bool = field(default=False, init=False)
+    _source_stored_at: dict[Phase, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self, incomplete: IncompleteGroups) -> None:
         self._waiting = WaitingReports(self._reject_waiting, incomplete)
-        self._stored: dict[Phase, int] = {}
-        """Newest step of each phase that the store has, or that is being stored."""
-        self._forget_stored = False
-        self._source_stored_at: dict[Phase, float] = {}
 
     # --- generations and placements ---------------------------------------------------------------
 
@@ -117,13 +108,13 @@ class Ingest:
                 for phase, ring in self.rings.items()
             }
         self.generation, self._restored, self.shape = generation, None, shape
-        limits = limit_steps(shape, self._window_steps, self._max_pending)
+        limits = limit_steps(shape, self.window_steps, self.max_pending)
         self._waiting.begin_complete(max_waiting_bytes(shape, limits))
         closed_to = NO_STEP if not carried or self.newest_step is None else self.newest_step
         self._assembler = StepAssembler(
             shape, max_pending=limits.pending_steps, closed_to=closed_to
         )
-        self._assembler.sample(self._stride, 0)
+        self._assembler.sample(self.stride, 0)
         self._settled = False
         if restored:
             self._assembler.summed_to = self._summed_to
@@ -141,7 +132,7 @@ class Ingest:
                 ring.append(part)
 
     def _make_ring(self, shape: ModelShape) -> StepRing:
-        limits = limit_steps(shape, self._window_steps, self._max_pending)
+        limits = limit_steps(shape, self.window_steps, self.max_pending)
         return StepRing(shape, limits.window_steps, keeps_sources=limits.keeps_sources)
 
     def leave_generation(self) -> None:
@@ -173,7 +164,7 @@ class Ingest:
 
     def sample(self, stride: int, from_step: int) -> None:
         """Expect, from a step on, only the steps with step % stride == 0 (R18)."""
-        self._stride = stride
+        self.stride = stride
         if self._assembler is not None:
             self._assembler.sample(stride, from_step)
 
@@ -229,7 +220,7 @@ class Ingest:
         if not intake.repeated:  # A rank sends reports again that were not acknowledged.
             self._count_dropped(report)
         if intake.accepted_steps:
-            self._accepted(intake.accepted_steps)
+            self.accepted(intake.accepted_steps)
         self._enter(report.rank, intake)
         if not intake.rejected:
             return ReportAck(intake.highest_step)
@@ -249,7 +240,7 @@ class Ingest:
 
     def _count_dropped(self, report: LoadReport) -> None:
         if report.dropped_steps:
-            self._dropped(report.rank, report.dropped_steps)
+            self.dropped(report.rank, report.dropped_steps)
 
     def _enter(self, rank: EpRank, intake: Intake) -> None:
         """Add completed steps and source-side sums to the windows."""
@@ -260,7 +251,7 @@ class Ingest:
             newest = int(added.steps[-1])
             if self.newest_step is None or newest > self.newest_step:
                 self.newest_step = newest
-            self.newest_at = self._clock.monotonic()
+            self.newest_at = self.clock.monotonic()
             self.step_times.note(self.newest_at, self.newest_step)
         if intake.unsummed is not None and len(intake.unsummed):
             self.check.add(intake.unsummed)
@@ -270,7 +261,7 @@ class Ingest:
     def _reject(self, rank: EpRank, rejection: Rejection) -> None:
         first = self.quarantine.rank_steps[rejection.reason] == 0
         self.quarantine.add(rank, rejection)
-        self._rejected(rejection.reason, rejection.rank_steps)
+        self.rejected(rejection.reason, rejection.rank_steps)
         level = (
             _log.warning if first and rejection.reason is not Reason.DUPLICATE_STEP else _log.debug
         )
@@ -294,11 +285,11 @@ class Ingest:
         """
         found = 0
         # Fetch everything before a ring is replaced: if the store fails half way, nothing changes.
-        most = limit_steps(shape, self._window_steps, self._max_pending).window_steps
+        most = limit_steps(shape, self.window_steps, self.max_pending).window_steps
         before, self.shape = self.shape, shape  # Counted as memory from here on.
         try:
             stored = {
-                phase: await self._store.fetch(self.deployment, phase, shape, most)
+                phase: await self.window_store.fetch(self.deployment, phase, shape, most)
                 for phase in Phase
             }
         except BaseException:
@@ -332,7 +323,7 @@ class Ingest:
             Unavailable: the store is out of reach. The next call stores what the windows hold.
         """
         if self._forget_stored:
-            await self._store.forget(self.deployment)
+            await self.window_store.forget(self.deployment)
             self._forget_stored = False
         for phase, ring in list(self.rings.items()):
             if self.rings.get(phase) is not ring:
@@ -344,7 +335,7 @@ class Ingest:
             self._stored[phase] = int(parts[-1].steps[-1])
             parts[-1] = self._with_source(phase, parts[-1])
             try:
-                await self._store.append(self.deployment, phase, *parts)
+                await self.window_store.append(self.deployment, phase, *parts)
             except BaseException:  # Also after a cancellation the next call stores these steps.
                 if self.rings.get(phase) is ring:
                     self._stored[phase] = before
@@ -352,7 +343,7 @@ class Ingest:
 
     def _with_source(self, phase: Phase, steps: LoadWindow) -> LoadWindow:
         """Add the source-side sums to the steps now and then: they are large and change slowly."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if now - self._source_stored_at.get(phase, float("-inf")) < _STORE_SOURCE_EVERY_S:
             return steps
         ring = self.rings.get(phase)
