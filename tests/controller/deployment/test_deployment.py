@@ -15,6 +15,7 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.load import Phase
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
@@ -299,6 +300,8 @@ async def test_a_stored_shape_that_is_not_that_of_the_running_group_is_set_aside
         feed(one, 20, 30)
         await one.member.store_windows()
         assert steps_of(one.member) == {Phase.DECODE: 30}
+        fitting = [one.member.loads.windows_of(Placement.initial(each)) for each in (SHAPE, LARGE)]
+        assert [set(windows) for windows in fitting] == [{Phase.DECODE}, set()]
         stored = await store.fetch_document(DEMO, "shape")
         assert stored == shape_document(Generation("g1"), SHAPE)
 

@@ -299,10 +299,7 @@ async def test_a_group_that_stopped_as_planned_is_neither_ready_nor_balanced_nor
         assert not BY_WINDOW & series(view), (
             "a slow rank that has stopped would keep its alert firing"
         )
-        gauges = GaugeReader(
-            one.member.control, one.member.loads, one.member.clock, GaugeLimits(8, 0),
-            one.member.planner,
-        ).read()  # fmt: skip
+        gauges = GaugeReader(one.member.planner, GaugeLimits(8, 0)).read()
         assert gauges.live_replicas is None and gauges.down_to_one is None
         with pytest.raises(Unavailable, match=r"ranks \[0, 1\] stopped as planned"):
             await one.operations.recommendation(DEMO, None)
@@ -349,10 +346,7 @@ async def test_the_alert_about_proposals_sees_those_made_by_hand_and_the_oldest_
     async with replicas("a") as (one, _):
         await one.lead()
         view, records = LiveView(one.member), one.member.control.records
-        reader = GaugeReader(
-            one.member.control, one.member.loads, one.member.clock, GaugeLimits(8, 0),
-            one.member.planner,
-        )  # fmt: skip
+        reader = GaugeReader(one.member.planner, GaugeLimits(8, 0))
         assert reader.read().waiting is None
         for name, kind, made, ends in (
             ("hand", PlanKind.MANUAL, 100.0, 900.0),

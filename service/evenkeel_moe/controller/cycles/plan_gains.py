@@ -76,15 +76,14 @@ def steps_before(windows: Windows, plan: Plan, began: int) -> dict[Phase, LoadWi
     """Return the newest steps with seconds under the base of a plan.
 
     Args:
-        windows: each in parts, oldest first.
+        windows: of the experts of the plan, each in parts, oldest first.
         plan: whose first wave goes out: copies may slow later steps.
         began: newest complete step.
     """
     found = {}
     for phase, parts in windows.items():
-        fitting = _fitting(parts, plan)
-        old = [(part.epochs == plan.base_epoch) & (part.steps <= began) for part in fitting]
-        if earlier := newest_parts(_chosen_timed(fitting, old), most=MOST_PAIRS):
+        old = [(part.epochs == plan.base_epoch) & (part.steps <= began) for part in parts]
+        if earlier := newest_parts(_chosen_timed(parts, old), most=MOST_PAIRS):
             found[phase] = join_windows(earlier)
     return found
 
@@ -93,7 +92,7 @@ def steps_after(windows: Windows, plan: Plan, until: int | None) -> StepsAfter:
     """Return the steps after a plan.
 
     Args:
-        windows: each in parts, oldest first.
+        windows: of the experts of the plan, each in parts, oldest first.
         plan: all its waves are committed.
         until: newest complete step when the first wave of the next plan went out; None if there is
             none.
@@ -101,17 +100,11 @@ def steps_after(windows: Windows, plan: Plan, until: int | None) -> StepsAfter:
     final, last = plan.base_epoch + len(plan.waves), MAX_STEP if until is None else until
     timed, passed = {}, 0
     for phase, parts in windows.items():
-        fitting = _fitting(parts, plan)
-        new = [(part.epochs == final) & (part.steps <= last) for part in fitting]
+        new = [(part.epochs == final) & (part.steps <= last) for part in parts]
         passed = max(passed, sum(int(mask.sum()) for mask in new))
-        if later := next(in_chunks(_chosen_timed(fitting, new), _MOST_STEPS), []):
+        if later := next(in_chunks(_chosen_timed(parts, new), _MOST_STEPS), []):
             timed[phase] = join_windows(later)
     return StepsAfter(timed, passed)
-
-
-def _fitting(parts: Sequence[LoadWindow], plan: Plan) -> list[LoadWindow]:
-    sizes = (plan.target.num_layers, plan.target.num_logical_experts)
-    return [part for part in parts if part.counts.shape[1:] == sizes]
 
 
 def _chosen_timed(
@@ -207,7 +200,7 @@ class PlanGains:
         if record is not None and plan_id not in self._began:
             newest = NO_STEP if newest is None else newest
             speed = self._speed(record.plan.base_epoch, newest, newest=True)
-            before = steps_before(self.loads.ingest.parts(), record.plan, newest)
+            before = steps_before(self.loads.windows_of(record.plan.base), record.plan, newest)
             self._began[plan_id] = _Beginning(newest, before, speed)
         for old in list(self._began)[:-_REMEMBERED]:
             del self._began[old]
@@ -232,7 +225,7 @@ class PlanGains:
                 self._tell(record, DeliveredGain(at, unknown_because=_BEFORE_UNKNOWN))
                 continue
             until = self._next_began(plan.plan_id)
-            steps = steps_after(self.loads.ingest.parts(), plan, until)
+            steps = steps_after(self.loads.windows_of(plan.target), plan, until)
             over = until is not None or steps.passed >= self._most_steps()
             wanted = max(ENOUGH_STEPS, self._tried.get(plan.plan_id, 0) + _AGAIN_AFTER)
             if not over and steps.most_timed < wanted:

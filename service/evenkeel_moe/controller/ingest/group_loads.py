@@ -94,7 +94,7 @@ class GroupLoads:
         placement, epoch = control.placement, control.epoch
         if placement is None:
             return
-        windows = self._windows_of(placement)
+        windows = self.windows_of(placement)
         self.balance.update(windows, placement)
         if epoch is not None:
             self.times.update(windows, placement, epoch, self.split(), control.history)
@@ -108,7 +108,7 @@ class GroupLoads:
         placement, epoch = control.placement, control.epoch
         if placement is None or epoch is None:
             return None
-        self.ingest.check.update(self._windows_of(placement))
+        self.ingest.check.update(self.windows_of(placement))
         settings = GateSettings.from_thresholds(control.policy.thresholds)
         return self.ingest.check.findings(
             placement,
@@ -117,7 +117,8 @@ class GroupLoads:
             most_idle=settings.max_idle_experts,
         )
 
-    def _windows_of(self, placement: Placement) -> dict[Phase, Sequence[LoadWindow]]:
+    def windows_of(self, placement: Placement) -> dict[Phase, Sequence[LoadWindow]]:
+        """Return the windows in parts, oldest first; none if a placement has other experts."""
         sizes = placement.num_layers, placement.num_logical_experts
         return {
             phase: parts

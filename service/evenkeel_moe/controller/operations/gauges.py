@@ -18,7 +18,6 @@ from evenkeel_moe.adapters.prometheus.metric_families import (
     PlanGauges,
 )
 from evenkeel_moe.controller.cycles.planner import DeploymentPlanner
-from evenkeel_moe.controller.ingest.group_loads import GroupLoads
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.cost import TOKENS, CostModel, CostSource
 from evenkeel_moe.model.delivered import DeliveredGain
@@ -28,8 +27,6 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from evenkeel_moe.ports.stores import Clock
-from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.telemetry.windows import new_steps, steps_at_once
 
 
@@ -74,7 +71,8 @@ class RealisedGain:
 
         Args:
             record: of the plan.
-            windows: each in parts, oldest first. Of a large shape, some steps wait for later calls.
+            windows: of the experts of the plan, each in parts, oldest first. Of a large shape, some
+                steps wait for later calls.
             split: how tokens split over replicas now.
             cost: the cost model that plans are scored by now.
         """
@@ -87,8 +85,6 @@ class RealisedGain:
         most = steps_at_once(plan.target.num_layers, plan.target.num_slots)
         new = (part for _, parts in new_steps(windows, self._seen, most) for part in parts)
         for part in new:
-            if part.counts.shape[1:] != (plan.target.num_layers, plan.target.num_logical_experts):
-                continue
             counts = part.counts[part.epochs == final]
             if not len(counts):
                 continue
@@ -176,19 +172,19 @@ def losses_in_a_row(records: Iterable[PlanRecord]) -> int | None:
 class GaugeReader:
     """Reads the `DeploymentGauges` of one deployment."""
 
-    control: DeploymentState
-    loads: GroupLoads
-    clock: Clock
-    limits: GaugeLimits
     planner: DeploymentPlanner
+    limits: GaugeLimits
     _realised: RealisedGain = field(default_factory=RealisedGain, init=False)
+
+    def __post_init__(self) -> None:
+        self.control, self.loads = self.planner.control, self.planner.loads
 
     def read(self) -> DeploymentGauges:
         """Return the present values; the balance of the loads must be up to date."""
         placement, membership = self.control.placement, self.control.membership
         if placement is None:
             return DeploymentGauges(last_failure=self._last_failure())
-        now = self.clock.monotonic()
+        now = self.planner.shared.clock.monotonic()
         live = tuple(membership.fresh(EpRank(rank), now) for rank in range(placement.num_ranks))
         counts, down = live_replicas(placement, live) if any(live) else (None, None)
         redundant = (placement.phy2log >= 0).sum(axis=1) - placement.num_logical_experts
@@ -229,12 +225,10 @@ class GaugeReader:
 
     def _layer_loads(self, placement: Placement) -> NDArray[np.float64] | None:
         """Return the (L, R) [tokens] of all windows; None without load."""
-        shape = (placement.num_layers, placement.num_logical_experts)
-        parts = [part for parts in self.loads.ingest.parts().values() for part in parts]
         sums = [
             part.counts.sum(axis=0, dtype=np.float64)
+            for parts in self.loads.windows_of(placement).values()
             for part in parts
-            if part.counts.shape[1:] == shape
         ]
         if not sums:
             return None
@@ -248,7 +242,8 @@ class GaugeReader:
             return None
         try:
             cost = self.planner.cost or TOKENS
-            self._realised.update(record, self.loads.ingest.parts(), self.loads.split(), cost)
+            windows = self.loads.windows_of(record.plan.target)
+            self._realised.update(record, windows, self.loads.split(), cost)
         except EvenkeelError:
             # The plan is of a group of another shape: its effect cannot be measured here.
             return PlanGauges(record.updated_at, None, None, None, None)

@@ -165,8 +165,7 @@ async def refresh_metrics(
     while True:
         await asyncio.sleep(interval_s)
         readers = {
-            one: readers.get(one)
-            or GaugeReader(one.control, one.loads, one.clock, limits, one.planner)
+            one: readers.get(one) or GaugeReader(one.planner, limits)
             for one in registry.deployments.values()
         }
         for name, deployment in list(registry.deployments.items()):
