@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from evenkeel_moe.ports.threads import Event, Lock, Queue, Thread
+from evenkeel_moe.ports.threads import Event, Queue, Thread
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class SystemThreads:
         thread.start()
         return thread
 
-    def lock(self) -> Lock:
+    def lock(self) -> threading.Lock:
         """Return a new lock that no thread holds."""
         return threading.Lock()
 

@@ -1,24 +1,10 @@
 """Protocols of the threads of an agent: their clock, and what they wait in."""
 
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
-
-
-class Lock(Protocol):
-    """A lock that one thread holds at a time."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None: ...
 
 
 class Event(Protocol):
@@ -76,8 +62,8 @@ class Threads(Protocol):
         """Run `run` on a new thread, which does not keep the process alive."""
         ...
 
-    def lock(self) -> Lock:
-        """Return a new lock that no thread holds."""
+    def lock(self) -> AbstractContextManager[object]:
+        """Return a new lock, which one thread holds at a time."""
         ...
 
     def event(self) -> Event:
