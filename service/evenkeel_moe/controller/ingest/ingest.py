@@ -1,7 +1,7 @@
 """Turns the ranks' reports into windows of load, in memory and in the store."""
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 
 import structlog
 
@@ -333,7 +333,7 @@ class Ingest:
             if not parts:
                 continue
             self._stored[phase] = int(parts[-1].steps[-1])
-            parts[-1] = self._with_source(phase, parts[-1])
+            parts[-1] = self._with_source(phase, ring, parts[-1])
             try:
                 await self.window_store.append(self.deployment, phase, *parts)
             except BaseException:  # Also after a cancellation the next call stores these steps.
@@ -341,19 +341,16 @@ class Ingest:
                     self._stored[phase] = before
                 raise
 
-    def _with_source(self, phase: Phase, steps: LoadWindow) -> LoadWindow:
+    def _with_source(self, phase: Phase, ring: StepRing, steps: LoadWindow) -> LoadWindow:
         """Add the source-side sums to the steps now and then: they are large and change slowly."""
         now = self.clock.monotonic()
         if now - self._source_stored_at.get(phase, float("-inf")) < _STORE_SOURCE_EVERY_S:
             return steps
-        ring = self.rings.get(phase)
-        source = ring.source() if ring is not None else None
+        source = ring.source()
         if source is None:
             return steps
         self._source_stored_at[phase] = now
-        return LoadWindow(
-            steps.counts, steps.steps, steps.epochs, steps.tokens, steps.compute_s, source
-        )
+        return replace(steps, source=source)
 
 
 def _routes_alike(one: ModelShape, other: ModelShape) -> bool:

@@ -266,6 +266,5 @@ class LeaseKeeper:
         return max(self._gone_at - now, moment_s, 0.0)
 
     def _lose(self, why: str) -> None:
-        _log.warning("lease_lost", deployment=self.deployment, why=why)
-        self.lease = None
+        self.drop(why)
         self.lost()

@@ -8,6 +8,7 @@ import structlog
 
 from evenkeel_moe.adapters.certificate_expiry import ca_expiry, certificate_expiry
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
+from evenkeel_moe.controller.process.options import rest_tls
 from evenkeel_moe.settings import Settings
 
 _log = structlog.get_logger(__name__)
@@ -22,8 +23,8 @@ def certificates_of(settings: Settings) -> Mapping[str, Callable[[], float]]:
         found["grpc"] = partial(certificate_expiry, grpc.tls_cert_file, grpc.tls_key_file)
     if grpc.tls_client_ca_file is not None:
         found["grpc_client_ca"] = partial(ca_expiry, grpc.tls_client_ca_file)
-    if rest.tls_cert_file is not None and rest.tls_key_file is not None:
-        found["rest"] = partial(certificate_expiry, rest.tls_cert_file, rest.tls_key_file)
+    if (tls := rest_tls(rest)) is not None:
+        found["rest"] = partial(certificate_expiry, *tls)
     return found
 
 
