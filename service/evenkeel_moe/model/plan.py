@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -188,7 +189,24 @@ class PlanLimits:
     max_moves: int | None = None
     """Copies between ranks."""
     max_bytes: int | None = None
+    """Bytes between ranks. Copies of unknown size exceed any bound."""
     max_layers: int | None = None
+
+    def exceeded(self, waves: Sequence[Wave], slots_per_rank: int) -> str | None:
+        """Return which limit the waves of a plan exceed, and by what; None if they keep all."""
+        moves = sum(wave.moves(slots_per_rank) for wave in waves)
+        nbytes = sum(wave.nbytes(slots_per_rank) for wave in waves)
+        unknown = moves > 0 and nbytes == 0
+        layers = len({layer for wave in waves for layer in wave.layers})
+        for name, need, most in (
+            ("max_moves", moves, self.max_moves),
+            ("max_bytes", math.inf if unknown else nbytes, self.max_bytes),
+            ("max_layers", layers, self.max_layers),
+        ):
+            if most is not None and need > most:
+                shown = "copies of unknown size" if need == math.inf else need
+                return f"needs {shown}, the limit {name} is {most}"
+        return None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -254,15 +272,6 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes copied between ranks in all waves."""
         return sum(wave.nbytes(self.target.slots_per_rank) for wave in self.waves)
-
-    def exceeded(self, limits: PlanLimits) -> str | None:
-        """Return which limit the plan exceeds, and by what; None if it keeps within all."""
-        layers = len({layer for wave in self.waves for layer in wave.layers})
-        needs = {"max_moves": self.moves, "max_bytes": self.nbytes, "max_layers": layers}
-        for name, most in asdict(limits).items():
-            if most is not None and needs[name] > most:
-                return f"needs {needs[name]}, {name} of the policy is {most}"
-        return None
 
     def key(self, wave_index: int) -> WaveKey:
         """Return the key of one wave."""

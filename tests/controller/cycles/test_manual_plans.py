@@ -388,9 +388,7 @@ def test_requests_of_different_callers_are_the_same():
 async def test_a_rollback_keeps_the_limits_of_the_policy_unless_an_admin_asks(rig, limits):
     await rig.migrate()
     await rig.operations.set_policy(DEPLOYMENT, {"limits": limits}, "me")
-    with pytest.raises(
-        Conflict, match=f"needs 1.*{next(iter(limits))} of the policy is 0"
-    ) as error:
+    with pytest.raises(Conflict, match=f"needs 1.*the limit {next(iter(limits))} is 0") as error:
         await rollback(rig)
     assert error.value.reason is Reason.LIMIT_EXCEEDED
     await rig.look_on()
@@ -405,7 +403,7 @@ async def test_an_approval_keeps_the_present_limits_unless_an_admin_asks(rig):
     request = PlanRequest(plan_id=PlanId("mine"), requested_by="me", target=AFTER_ONE)
     made = await rig.operations.create_plan(DEPLOYMENT, request)
     await rig.operations.set_policy(DEPLOYMENT, {"limits": {"max_moves": 0}}, "admin")
-    words = "plan mine needs 1, max_moves of the policy is 0; role admin may exceed it"
+    words = "plan mine needs 1, the limit max_moves is 0; role admin may exceed it"
     with pytest.raises(Conflict, match=words) as error:
         await rig.operations.approve(DEPLOYMENT, request.plan_id, "me")
     assert error.value.reason is Reason.LIMIT_EXCEEDED

@@ -6,6 +6,7 @@ import pytest
 
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.decision.calibration import Calibration
@@ -350,6 +351,27 @@ def test_an_explicit_target_is_judged_and_kept():
     result = run_cycle(inputs(skewed(60, seed=5), target=target, manual=True, policy="none needed"))
     assert result.reason is Reason.MANUAL_REQUEST
     assert result.target == target
+
+
+def test_copies_that_steps_of_a_layer_take_beside_those_of_the_plan_count_for_the_limits():
+    """Four experts with one replica change ranks in a circle, and staging holds one of them."""
+    base = np.array([[4, 5, 0, 6, 7, 1, 2, 3, 0, 1, 2, 3]] * 2, np.int32)
+    rows = base.copy()
+    rows[0, :6] = [6, 7, 0, 5, 4, 1]
+    asked = inputs(
+        skewed(60),
+        current=Placement(base, 4, 8),
+        target=Placement(rows, 4, 8),
+        manual=True,
+        staging_bytes=(1000,) * 4,
+    )
+    passed = run_cycle(asked)
+    moves = sum(wave.moves(SHAPE.slots_per_rank) for wave in passed.waves)
+    assert (passed.passed, passed.numbers["copies"]) == (True, 4) and moves > 4
+    limited = replace(asked, objective=Objective(limits=PlanLimits(max_moves=moves - 1)))
+    refused = run_cycle(limited)
+    assert (refused.passed, refused.reason) == (False, Reason.LIMIT_EXCEEDED)
+    assert refused.detail == f"needs {moves}, the limit max_moves is {moves - 1}"
 
 
 def test_a_broken_target_is_refused_by_its_invariant():

@@ -71,9 +71,9 @@ def replay(base, waves, shape, staging=None):
     return rows
 
 
-def on_one_node(base, target, shape, staging, *limits, **options):
+def on_one_node(base, target, shape, staging):
     topology = Topology.single_node(base.num_ranks)
-    return schedule_waves(base, target, shape, topology, staging, *limits, **options)
+    return schedule_waves(base, target, shape, topology, staging)
 
 
 @settings(max_examples=200)
@@ -254,23 +254,29 @@ def test_a_cycle_longer_than_staging_is_opened_by_parking():
         on_one_node(full, goal, shape, 20)
 
 
-def test_limits_bound_the_whole_plan():
-    shape = ModelShape(2, 2, 2, 1, 1, 10)
+@pytest.mark.parametrize(
+    ("nbytes", "limits", "words"),
+    [
+        (10, {"max_moves": 4, "max_bytes": 40, "max_layers": 2}, None),
+        (10, {"max_moves": 3}, "needs 4, the limit max_moves is 3"),
+        (10, {"max_bytes": 39}, "needs 40, the limit max_bytes is 39"),
+        (10, {"max_layers": 1}, "needs 2, the limit max_layers is 1"),
+        (0, {"max_moves": 4}, None),
+        (
+            0,
+            {"max_bytes": 10**9},
+            "needs copies of unknown size, the limit max_bytes is 1000000000",
+        ),
+    ],
+)
+def test_limits_bound_the_whole_plan_and_copies_of_unknown_size_exceed_any_bytes(
+    nbytes, limits, words
+):
     base = Placement(np.array([[0, 1], [0, 1]]), 2, 2)
     target = Placement(np.array([[1, 0], [1, 0]]), 2, 2)
-
-    def schedule(**limits):
-        return on_one_node(base, target, shape, None, PlanLimits(**limits))
-
-    assert len(schedule(max_moves=4, max_bytes=40, max_layers=2)) == 1
-    for limit, message in (
-        ({"max_moves": 3}, "4 copies between ranks, the limit is 3"),
-        ({"max_bytes": 39}, "40 bytes between ranks, the limit is 39"),
-        ({"max_layers": 1}, "2 layers changed, the limit is 1"),
-    ):
-        with pytest.raises(InfeasiblePlan, match=message) as error:
-            schedule(**limit)
-        assert error.value.reason is Reason.LIMIT_EXCEEDED
+    (wave,) = on_one_node(base, target, ModelShape(2, 2, 2, 1, 1, nbytes), 20)
+    assert PlanLimits(**limits).exceeded([wave], 1) == words
+    assert PlanLimits(max_bytes=0).exceeded([], 1) is None
 
 
 def test_a_wave_has_as_many_layers_as_fit():

@@ -183,15 +183,14 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
         return end(False, after.reason)
     try:
         waves = schedule_waves(
-            inputs.current,
-            target,
-            inputs.shape,
-            inputs.topology,
-            inputs.staging_bytes,
-            inputs.objective.limits,
+            inputs.current, target, inputs.shape, inputs.topology, inputs.staging_bytes
         )
     except EvenkeelError as error:
         return end(False, error.reason, detail=str(error))
+    # Steps of a layer may take more copies than the gates have counted.
+    exceeded = inputs.objective.limits.exceeded(waves, inputs.shape.slots_per_rank)
+    if exceeded is not None:
+        return end(False, Reason.LIMIT_EXCEEDED, detail=exceeded)
     numbers["waves"] = float(len(waves))
     return end(True, before.reason, waves)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from evenkeel_moe.errors import InfeasiblePlan, Reason, ShapeMismatch
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import PlanLimits, Transfer, Wave
+from evenkeel_moe.model.plan import Transfer, Wave
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.schedule.partial_layers import (
     partial_row,
@@ -30,7 +30,6 @@ def schedule_waves(
     shape: ModelShape,
     topology: Topology,
     staging_bytes: int | Sequence[int] | None,
-    limits: PlanLimits | None = None,
 ) -> tuple[Wave, ...]:
     """Schedule waves that lead from `base` to exactly `target`.
 
@@ -41,7 +40,6 @@ def schedule_waves(
         topology: a receiver prefers a source on its own rank, then on its node, then any; among
             equal ones the rank that has sent least in the wave so far.
         staging_bytes: receive buffer of every rank, or one value for all; None means no bound.
-        limits: bounds on the whole plan.
 
     Returns:
         Waves of whole layers, none if nothing changes. A layer appears once, unless it is too large
@@ -50,8 +48,7 @@ def schedule_waves(
 
     Raises:
         ShapeMismatch: placements or topology of another deployment.
-        InfeasiblePlan: an expert has no replica, the plan exceeds the limits, or staging or pool
-            are too small even for steps.
+        InfeasiblePlan: an expert has no replica, or staging or pool are too small even for steps.
 
     Order: by layer; with pooled slots first those that leave no rank fuller. Transfers of a batch
         are ordered by (layer, destination slot).
@@ -79,23 +76,7 @@ def schedule_waves(
         waves.append(Wave(len(waves), layers, new_rows, _batches(transfers, shape)))
         room.end_wave(rows[list(layers)], new_rows)
         rows[list(layers)] = new_rows
-    _check_limits(waves, shape, limits or PlanLimits())
     return tuple(waves)
-
-
-def _check_limits(waves: list[Wave], shape: ModelShape, limits: PlanLimits) -> None:
-    per_rank = shape.slots_per_rank
-    moves = sum(
-        t.src_slot // per_rank != t.dst_slot // per_rank for wave in waves for t in wave.transfers
-    )
-    layers = len({layer for wave in waves for layer in wave.layers})
-    for what, value, bound in (
-        ("copies between ranks", moves, limits.max_moves),
-        ("bytes between ranks", moves * shape.bytes_per_expert, limits.max_bytes),
-        ("layers changed", layers, limits.max_layers),
-    ):
-        if bound is not None and value > bound:
-            raise InfeasiblePlan(f"{value} {what}, the limit is {bound}", Reason.LIMIT_EXCEEDED)
 
 
 @dataclass(slots=True)

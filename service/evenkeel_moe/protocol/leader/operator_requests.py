@@ -204,7 +204,8 @@ class OperatorRequests(PlanMoves):
 
     def _require_within_limits(self, plan: Plan, bounded: bool) -> None:
         """Refuse a plan beyond the limits in force, which may be lower than when it was made."""
-        if bounded and (words := plan.exceeded(self.policy.limits)) is not None:
+        words = self.policy.limits.exceeded(plan.waves, plan.target.slots_per_rank)
+        if bounded and words is not None:
             raise Conflict(
                 f"plan {plan.plan_id} {words}; role admin may exceed it", Reason.LIMIT_EXCEEDED
             )
