@@ -12,9 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.jit import kernel
 
+HALF_LIFE = 1.0
+"""A step loses half its weight each time this share of the window has passed."""
+_STEADY_HALF_LIFE = 3.0
+"""The same if no split stands out: all steps then predict about equally well."""
+_STEADY = 2.0
+"""Largest difference around a split, in differences of neighbouring blocks, that counts as
+steady."""
+OLD_WEIGHT = 0.1
+"""Share of their weight that steps before a change keep: they still reduce the noise of experts
+that did not change."""
 _FARTHEST = 16.0
 """Largest factor by which the load of an expert in old steps is raised: the deviations of an almost
 idle expert are no measure of those of a busy one."""
@@ -22,44 +32,18 @@ idle expert are no measure of those of a busy one."""
 
 @dataclass(frozen=True, slots=True)
 class ChangeRules:
-    """The rules for detecting changes and weighting steps."""
+    """The rules for detecting changes."""
 
-    half_life_windows: float = 1.0
-    """A step loses half its weight each time this share of the window has passed; inf for equal
-    weights."""
-    steady_half_life_windows: float = 3.0
-    """The same if no split stands out: all steps then predict about equally well."""
-    steady: float = 2.0
-    """Largest difference around a split, in differences of neighbouring blocks, that counts as
-    steady."""
     threshold: float = 6.0
-    """A split counts as a change if the loads around it differ this many times more than
+    """Above 0. A split counts as a change if the loads around it differ this many times more than
     neighbouring blocks do."""
-    old_weight: float = 0.1
-    """Share of their weight that steps before a change keep: they still reduce the noise of experts
-    that did not change."""
     shortest: float = 1.0 / 16.0
-    """Shortest part, as a share of the window, that can be told from the rest; at least 2 steps."""
+    """Shortest part, as a share of the window, that can be told from the rest; at most a half. At
+    least 2 steps."""
     layer_threshold: float = math.inf
     """`threshold` for one layer alone, in differences of neighbouring blocks of that layer; inf if
     only the difference of all layers together counts. It should be higher than `threshold`: a layer
     is noisier, and one of many differs by chance."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "half_life_windows",
-            "steady_half_life_windows",
-            "steady",
-            "threshold",
-            "layer_threshold",
-        ):
-            if not getattr(self, name) > 0:
-                raise InvalidInput(f"{name} is {getattr(self, name)}, must be positive")
-        if not (0 <= self.old_weight <= 1 and 0 < self.shortest <= 0.5):
-            raise InvalidInput(
-                f"old_weight {self.old_weight} must be in [0, 1],"
-                f" shortest {self.shortest} in (0, 0.5]"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +203,7 @@ def _layer_strengths(
 def forget_old_means(load: NDArray[np.generic], change: Change) -> NDArray[np.float64]:
     """Move the steps before a change to the mean loads of the steps after it.
 
-    Only layers that changed are moved: those that differ by more than `ChangeRules.steady`, where
+    Only layers that changed are moved: those that differ by more than steady traffic does, where
     the error of the old means exceeds the noise of the new ones. In the others all steps still say
     how much load an expert has. Within moved layers the old steps keep their deviations from their
     mean: a few steps tell means, but not which experts are loaded together.
@@ -235,7 +219,7 @@ def forget_old_means(load: NDArray[np.generic], change: Change) -> NDArray[np.fl
     """
     moved = np.array(load, np.float64)
     first = change.first_step
-    layers = np.flatnonzero(np.array(change.layer_strengths) > ChangeRules().steady)
+    layers = np.flatnonzero(np.array(change.layer_strengths) > _STEADY)
     if not 0 < first < len(moved) or not len(layers):
         return moved
     old = moved[:first, layers]
@@ -250,18 +234,15 @@ def forget_old_means(load: NDArray[np.generic], change: Change) -> NDArray[np.fl
     return moved
 
 
-def step_weights(
-    load: NDArray[np.float64], rules: ChangeRules = ChangeRules()
-) -> tuple[NDArray[np.float64], Change]:
+def step_weights(load: NDArray[np.float64]) -> tuple[NDArray[np.float64], Change]:
     """Weight the steps of a window by how well they predict the next steps.
 
     Returns:
         (T,) float64 summing to 1, and the change of traffic that was found.
     """
-    change = detect_change(load, rules)
+    change = detect_change(load)
     age = np.arange(len(load))[::-1]
-    moving = change.strength > rules.steady
-    half_life = rules.half_life_windows if moving else rules.steady_half_life_windows
+    half_life = HALF_LIFE if change.strength > _STEADY else _STEADY_HALF_LIFE
     weights = 0.5 ** (age / (half_life * len(load)))
-    weights[: change.first_step] *= rules.old_weight
+    weights[: change.first_step] *= OLD_WEIGHT
     return weights / weights.sum(), change

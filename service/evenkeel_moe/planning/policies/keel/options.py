@@ -4,11 +4,10 @@ The defaults were chosen by walk-forward tests on recorded traces, see docs/poli
 gains are shares of a time, so one set of defaults serves models and fleets of all sizes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.planning.problem.survival import Survive
-from evenkeel_moe.planning.signals.change_detection import ChangeRules
 
 _SHARES = ("stickiness", "caution", "max_caution", "foresight", "origin_trust", "move_share")
 """Fields that must be in [0, 1)."""
@@ -66,8 +65,6 @@ class KeelOptions:
     """Share of the difference between an expert's origins in the window and even origins that is
     expected to last. A window has few requests, which live on few ranks. Too high: the plan fits
     those requests."""
-    change: ChangeRules = field(default_factory=ChangeRules)
-    """The weights of the window's steps."""
 
     # The search.
     near_start: float = 1.25

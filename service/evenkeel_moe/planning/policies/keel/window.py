@@ -46,7 +46,7 @@ def look_ahead(problem: PlacementProblem, options: KeelOptions) -> tuple[Placeme
     Loads are the window's; if a forecast proved itself within the window, they are moved to it,
     unless reading dominates. Under nearest dispatch origins of tokens move towards even ones.
     """
-    weights, change = step_weights(problem.load, options.change)
+    weights, change = step_weights(problem.load)
     scale = _volume_scale(problem, options.volume_spread)
     if (scale != 1.0).any():
         problem = replace(problem, load=problem.load * scale[:, None, None])
