@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.cost import TOKENS, CostBasis
 from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, Calibration
 from evenkeel_moe.planning.problem.objective import PRICE_MARGIN
@@ -153,12 +152,7 @@ def judge(
         few_steps: with fewer the interval is at least that of Student's t for the mean of as many
             steps: a bootstrap of few steps underestimates their scatter.
         seed: of the bootstrap.
-
-    Raises:
-        ShapeMismatch: the arrays are not two vectors of one length.
-        InvalidInput: a time, price, lifetime or step is out of range.
     """
-    _check(before, after, copy_cost, lifetime_steps, step_s)
     steps = int((busy := before > 0).sum())
     gain = saved = lower = upper = cost = payback = modelled = math.nan
     if steps:
@@ -193,32 +187,6 @@ def _call(lower: float, upper: float, cost: float) -> Call:
     if lower > PRICE_MARGIN * cost:
         return Call.RECOMMEND
     return Call.NOT_NOW if upper <= cost else _UNCERTAIN
-
-
-def _check(
-    before: NDArray[np.float64],
-    after: NDArray[np.float64],
-    copy_cost: float,
-    lifetime_steps: int,
-    step_s: float | None,
-) -> None:
-    """Check the arguments of `judge`; raises the errors named there."""
-    if before.ndim != 1 or before.shape != after.shape:
-        raise ShapeMismatch(
-            f"step times must be two (T,) vectors, got {before.shape} and {after.shape}"
-        )
-    for name, times in (("before", before), ("after", after)):
-        wrong = ~(np.isfinite(times) & (times >= 0))
-        if wrong.any():
-            raise InvalidInput(
-                f"{int(wrong.sum())} of {len(times)} times {name} are negative or not finite"
-            )
-    if not 0 <= copy_cost < math.inf:
-        raise InvalidInput(f"copy_cost is {copy_cost}, must be finite and not negative")
-    if lifetime_steps < 1:
-        raise InvalidInput(f"lifetime_steps is {lifetime_steps}, must be at least 1")
-    if step_s is not None and not 0 < step_s < math.inf:
-        raise InvalidInput(f"step_s is {step_s}, must be finite and above 0, or None")
 
 
 def _bounds(
