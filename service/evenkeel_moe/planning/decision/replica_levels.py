@@ -7,6 +7,7 @@ gives each layer its own number within R replicas per rank over all layers.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -238,6 +239,25 @@ def _against(inputs: LevelInputs, base: _Scored, other: _Scored) -> Verdict:
     )
 
 
+def _level_figures(inputs: LevelInputs, present: _Scored, scored: _Scored) -> dict[str, Any]:
+    """Return the fields that levels of both rules have; memory is that of the fullest rank."""
+    verdict, shape = _against(inputs, present, scored), inputs.shape
+    more = int(scored.largest.sum()) - shape.num_redundant * shape.num_layers
+    extra = fits = None
+    if shape.bytes_per_expert:
+        extra = -(-more // shape.num_ranks) * shape.bytes_per_expert
+        if extra <= 0 or inputs.free_bytes is not None:
+            fits = extra <= max(0, inputs.free_bytes or 0)
+    return {
+        "gain": verdict.gain,
+        "gain_lower": verdict.gain_lower,
+        "gain_upper": verdict.gain_upper,
+        "extra_bytes_per_rank": extra,
+        "fits": fits,
+        "balancedness": scored.balancedness,
+    }
+
+
 def extra_replicas(count: int, where: str) -> str:
     """Return a number of replicas beyond one for each expert, in words."""
     return f"{count} extra replica{'' if count == 1 else 's'} {where}"
@@ -249,23 +269,15 @@ def extra_replicas(count: int, where: str) -> str:
 def _level(
     inputs: LevelInputs, scored: dict[int, _Scored], below: int | None, replicas: int
 ) -> ReplicaLevel:
-    shape = inputs.shape
-    present = shape.num_redundant
-    verdict = _against(inputs, scored[present], scored[replicas])
     marginal = None
     if below is not None:
         step = _against(inputs, scored[below], scored[replicas])
         marginal = step.gain / (replicas - below)
-    extra = _extra_bytes(shape, (replicas - present) * shape.num_layers)
+    present = scored[inputs.shape.num_redundant]
     return ReplicaLevel(
-        replicas,
-        verdict.gain,
-        verdict.gain_lower,
-        verdict.gain_upper,
-        marginal,
-        extra,
-        _fits(extra, inputs.free_bytes),
-        scored[replicas].balancedness,
+        replicas_per_layer=replicas,
+        marginal_gain=marginal,
+        **_level_figures(inputs, present, scored[replicas]),
     )
 
 
@@ -289,19 +301,6 @@ def _advised(
     return advised
 
 
-def _extra_bytes(shape: ModelShape, replicas: int) -> int | None:
-    """Return the additional bytes of the fullest rank with this many more replicas in all."""
-    if shape.bytes_per_expert == 0:
-        return None
-    return -(-replicas // shape.num_ranks) * shape.bytes_per_expert
-
-
-def _fits(extra: int | None, free_bytes: int | None) -> bool | None:
-    if extra is not None and extra <= 0:
-        return True
-    return None if extra is None or free_bytes is None else extra <= free_bytes
-
-
 # --- CRAFT ----------------------------------------------------------------------------------------
 
 
@@ -322,22 +321,9 @@ def _craft_levels(
     for factor in sorted({*_powers(shape.num_layers), shape.num_layers}):
         allocations = [allocate_replicas(benefit, factor * shape.num_ranks) for benefit in benefits]
         scored = _score(inputs, allocations)
-        verdict = _against(inputs, present, scored)
-        used = int(scored.largest.sum())
-        extra = _extra_bytes(shape, used - shape.num_redundant * shape.num_layers)
-        levels.append(
-            CraftLevel(
-                factor,
-                used,
-                int(np.count_nonzero(scored.largest)),
-                verdict.gain,
-                verdict.gain_lower,
-                verdict.gain_upper,
-                extra,
-                _fits(extra, inputs.free_bytes),
-                scored.balancedness,
-            )
-        )
+        used, layers = int(scored.largest.sum()), int(np.count_nonzero(scored.largest))
+        figures = _level_figures(inputs, present, scored)
+        levels.append(CraftLevel(factor, used, layers, **figures))
     return tuple(levels)
 
 
