@@ -13,6 +13,7 @@ import numpy as np
 
 from evenkeel_moe.model.delivered import ServingSpeed
 from evenkeel_moe.model.load import LoadWindow
+from evenkeel_moe.planning.decision.calibration import weighted_median
 
 _APART_S = 0.2
 """Least time between two moments: ranks report one after the other."""
@@ -43,10 +44,7 @@ class StepTimes:
         if len(inside) <= _FEWEST:
             return None
         stretches = np.array([(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(inside)])
-        means = stretches[:, 0] / stretches[:, 1]
-        order = np.argsort(means, kind="stable")
-        reached = np.cumsum(stretches[order, 1])
-        return float(means[order][np.searchsorted(reached, 0.5 * reached[-1])])
+        return weighted_median(stretches[:, 0] / stretches[:, 1], stretches[:, 1])
 
     def newest_s(self, seconds: float) -> float | None:
         """Return the seconds from one step to the next in the newest time; None if not known."""

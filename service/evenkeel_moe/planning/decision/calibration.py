@@ -47,11 +47,11 @@ def calibrate(pairs: Sequence[GainPair]) -> Calibration:
     weights = np.array([pair.modelled for pair in usable])
     ratios = np.array([pair.delivered for pair in usable]) / weights
     share = len(usable) / (len(usable) + _PRIOR_PLANS)
-    factor = 1.0 + share * (_weighted_median(ratios, weights) - 1.0)
+    factor = 1.0 + share * (weighted_median(ratios, weights) - 1.0)
     return Calibration(min(max(factor, _LEAST), _MOST), len(usable))
 
 
-def _weighted_median(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+def weighted_median(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
     """Return the least value with at least half of the weight at or below it."""
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[order])
