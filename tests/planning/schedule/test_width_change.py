@@ -7,13 +7,13 @@ from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.schedule import width_change
+from evenkeel_moe.planning.schedule.survivors import rows_that_stay
 from evenkeel_moe.planning.schedule.width_change import (
     carry_over,
     check_retired,
     choose_retired,
     copies_to,
     evacuate,
-    held_at_width,
     holders,
     stranded,
     widened,
@@ -47,8 +47,8 @@ def test_no_placement_of_a_width_needs_fewer_copies_than_what_is_carried_over(
     seed, ranks, per_rank
 ):
     now = random_placement(shape(3, 3), seed)
-    kept = list(range(min(3, ranks)))
-    held = held_at_width(holders(now), kept, ranks)
+    former = [rank if rank < 3 else None for rank in range(ranks)]
+    held = holders(rows_that_stay(now, tuple(former)))
     target = carry_over(held, shape(ranks, per_rank), np.ones((2, 6)))
     target.check(shape(ranks, per_rank))
     least = sum(fewest_by_trying(held[layer], ranks, per_rank) for layer in range(2))
@@ -57,7 +57,7 @@ def test_no_placement_of_a_width_needs_fewer_copies_than_what_is_carried_over(
 
 def test_free_slots_keep_the_heaviest_experts_that_their_rank_holds_and_stay_empty_on_who_joins():
     now = Placement(np.array([[0, 1, 2, 0, 1, 3]], np.int32), 2, 4)
-    held = held_at_width(holders(now), [0, 1], 3)
+    held = holders(rows_that_stay(now, (0, 1, None)))
     load = np.array([[5.0, 9.0, 1.0, 1.0]])
     of = shape(3, 3, experts=4, layers=1)
     target = carry_over(held, of, load)

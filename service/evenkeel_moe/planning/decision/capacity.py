@@ -35,12 +35,12 @@ from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import relabel_proposal
+from evenkeel_moe.planning.schedule.survivors import rows_that_stay
 from evenkeel_moe.planning.schedule.width_change import (
     carry_over,
     check_retired,
     choose_retired,
     copies_to,
-    held_at_width,
     holders,
     node_size,
     stranded,
@@ -307,7 +307,8 @@ def weigh_width(inputs: CapacityInputs, width: Width | None) -> WidthRow:
         at, retired, held = width, width.retired, holders(inputs.current)
         ranks = at.shape.num_ranks
         kept = [rank for rank in range(shape.num_ranks) if rank not in retired]
-        held_there = held_at_width(held, kept, ranks)
+        joining = (None,) * (ranks - len(kept))
+        held_there = holders(rows_that_stay(inputs.current, (*kept, *joining)))
         alone = stranded(held, retired)
         cost = cost_at_width(objective.cost, kept, ranks)
         load = inputs.planned_on.sum(axis=0, dtype=np.float64)
@@ -319,6 +320,7 @@ def weigh_width(inputs: CapacityInputs, width: Width | None) -> WidthRow:
         copies = copies_to(held_there, target)
         after, balance = _scored(inputs, target, cost, SplitModel(objective.dispatch, at.topology))
     verdict = judge(before, after, seed=inputs.seed)
+    kv_tokens, fits = _memory(inputs, at)
     row = WidthRow(
         present=width is None,
         ranks=at.shape.num_ranks,
@@ -330,8 +332,8 @@ def weigh_width(inputs: CapacityInputs, width: Width | None) -> WidthRow:
         gain_upper=verdict.gain_upper,
         balancedness=balance,
         expert_bytes=at.shape.expert_bytes_per_rank,
-        kv_tokens=None,
-        fits=None,
+        kv_tokens=kv_tokens,
+        fits=fits,
         copies=copies,
         bytes_to_move=shape.bytes_of(copies),
         least_copies=least,
@@ -341,7 +343,6 @@ def weigh_width(inputs: CapacityInputs, width: Width | None) -> WidthRow:
         stranded_bytes=shape.bytes_of(alone),
         words="",
     )
-    row = _with_memory(inputs, at, row)
     return replace(row, words=_row_words(inputs, row))
 
 
@@ -385,20 +386,17 @@ def _scored(
     return times, metrics.balancedness_mean(metrics.rank_load(load, placement, split))
 
 
-def _with_memory(inputs: CapacityInputs, at: Width, row: WidthRow) -> WidthRow:
-    """Return a row with what its experts leave of the memory of a rank."""
-    now = inputs.shape.expert_bytes_per_rank
-    if row.expert_bytes is None or now is None:
-        return row
+def _memory(inputs: CapacityInputs, at: Width) -> tuple[int | None, bool | None]:
+    """Return the KV tokens that the experts of a rank leave, and whether they fit, if known."""
+    now, then = inputs.shape.expert_bytes_per_rank, at.shape.expert_bytes_per_rank
+    if now is None or then is None:
+        return None, None
     several = (at.topology.num_nodes > 1) - (inputs.topology.num_nodes > 1)
-    more = row.expert_bytes - now + several * inputs.asked.multi_node_bytes
+    more = then - now + several * inputs.asked.multi_node_bytes
     kv, free = inputs.kv, inputs.free_bytes
     room = (0 if kv is None else kv.free_bytes) + (free or 0)
-    return replace(
-        row,
-        kv_tokens=None if kv is None else kv.tokens(more),
-        fits=more <= room or (None if kv is None or free is None else False),
-    )
+    fits = more <= room or (None if kv is None or free is None else False)
+    return (None if kv is None else kv.tokens(more)), fits
 
 
 # --- words ----------------------------------------------------------------------------------------

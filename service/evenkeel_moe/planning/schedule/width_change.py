@@ -24,22 +24,6 @@ def holders(placement: Placement) -> NDArray[np.bool_]:
     return np.stack([placement.held(layer) for layer in range(placement.num_layers)])
 
 
-def held_at_width(
-    held: NDArray[np.bool_], kept: Sequence[int], num_ranks: int
-) -> NDArray[np.bool_]:
-    """Return the (L, E, M) experts that the ranks of another width hold before anything moves.
-
-    Args:
-        held: (L, E, R) of `holders`.
-        kept: the present ranks that stay; they become the ranks 0, 1, ... in this order.
-        num_ranks: M, at least as many as are kept; the others join and hold nothing.
-    """
-    layers, experts, _ = held.shape
-    found = np.zeros((layers, experts, num_ranks), np.bool_)
-    found[:, :, : len(kept)] = held[:, :, list(kept)]
-    return found
-
-
 def copies_to(held: NDArray[np.bool_], target: Placement) -> int:
     """Count the experts that ranks must receive to reach a target.
 
