@@ -69,7 +69,6 @@ POOR = Case(
 def test_poor_balance_for_long_enough_passes():
     decision = decide_before(POOR, SETTINGS)
     assert (decision.passed, decision.reason) == (True, Reason.BALANCE_BELOW_THRESHOLD)
-    assert decision.numbers["balancedness_mean"] == 0.7
 
 
 UNEVEN = Finding(FindingCode.UNEVEN_LAYERS, Severity.DOUBT, "layers disagree", share=0.25)
@@ -167,7 +166,6 @@ def test_time_balance_takes_the_place_of_token_balance():
     answered = replace(POOR, balancedness_mean=0.7, time_balance=0.97)
     decision = decide_before(answered, SETTINGS)
     assert (decision.passed, decision.reason) == (False, Reason.BALANCE_ABOVE_THRESHOLD)
-    assert (decision.numbers["balancedness_mean"], decision.numbers["time_balance"]) == (0.7, 0.97)
     slow = decide_before(replace(POOR, balancedness_mean=0.98, time_balance=0.8), SETTINGS)
     assert (slow.passed, slow.reason) == (True, Reason.BALANCE_BELOW_THRESHOLD)
     unknown = decide_before(replace(POOR, time_balance=math.nan), SETTINGS)

@@ -239,7 +239,7 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
     if time is not None:
         measured |= {"time_balance": time.window, "time_balance_worst": time.worst}
     known = {name: value for name, value in measured.items() if math.isfinite(value)}
-    return Decision(decision.passed, decision.reason, decision.numbers | known, decision.memory)
+    return Decision(decision.passed, decision.reason, known | decision.numbers, decision.memory)
 
 
 def split_window(inputs: CycleInputs, change: Change) -> WindowSplit:

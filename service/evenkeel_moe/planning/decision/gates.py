@@ -121,7 +121,8 @@ class Decision:
     passed: bool
     reason: Reason
     numbers: dict[str, float] = field(default_factory=dict)
-    """The values that the gates compared, also if they passed."""
+    """The values that the gates compared, also if they passed; a cycle adds the balance of the
+    window."""
     memory: GateMemory = GateMemory()
     """State for the next cycle; only `decide_before` changes it."""
 
@@ -181,11 +182,6 @@ class MeasuredWindow:
         """The balance that the thresholds apply to."""
         return self.tokens if self.time is None else self.time
 
-    def balance_numbers(self) -> dict[str, float]:
-        """Return the balance of the window by name, the one that decides and the other."""
-        numbers = {"balancedness_mean": self.tokens.window}
-        return numbers if self.time is None else numbers | {"time_balance": self.time.window}
-
 
 def change_is_open(inputs: GateInputs, window: MeasuredWindow, settings: GateSettings) -> bool:
     """Return True if balance is low since a change of traffic and no plan answered that.
@@ -237,7 +233,7 @@ def decide_before(inputs: GateInputs, window: MeasuredWindow, settings: GateSett
     if closed is not None:
         return closed
     if inputs.manual:
-        return Decision(True, Reason.MANUAL_REQUEST, window.balance_numbers(), inputs.memory)
+        return Decision(True, Reason.MANUAL_REQUEST, {}, inputs.memory)
     return _decide_on_balance(inputs, window, settings)
 
 
@@ -310,7 +306,7 @@ def _decide_on_balance(
     inputs: GateInputs, window: MeasuredWindow, settings: GateSettings
 ) -> Decision:
     """Apply the gates of change, of the threshold with hysteresis, and of consecutive windows."""
-    numbers = window.balance_numbers()
+    numbers: dict[str, float] = {}
     starts_below = _starts_below(window, settings)
     if starts_below > settings.plan_below:
         numbers["starts_below"] = starts_below
