@@ -13,7 +13,6 @@ def make_trace(steps=5, layers=2, experts=4, ranks=2):
     for index in np.ndindex(steps, ranks, layers):
         for _ in range(3):
             source[index][rng.permutation(experts)[:2]] += 1
-    mix = rng.dirichlet(np.ones(3), steps).astype(np.float32).astype(np.float64)
     return Trace(
         source.sum(axis=1),
         tuple(range(1, 1 + layers)),
@@ -21,8 +20,6 @@ def make_trace(steps=5, layers=2, experts=4, ranks=2):
         2,
         np.full(steps, 3 * ranks, np.int64),
         source,
-        mix,
-        ("a", "b", "c"),
     )
 
 

@@ -75,14 +75,14 @@ def test_more_experts_than_any_model_has_are_refused(tmp_path, arrays, words, su
         ("T", (16, 1024, 1024), "<i8", "T unpacks from "),
         ("routed_experts", (1, 128, 1024, 1024), "|u1", "routed_experts unpacks from "),
         ("layer_ids", (20 << 20,), "|u1", "bytes of layer_ids: 2097"),
-        ("domains", (5 << 20,), "<U1", "bytes of domains: 2097"),
+        ("findings", (5 << 20,), "<U1", "bytes of findings: 2097"),
     ],
 )
 def test_arrays_of_zeros_are_not_unpacked(tmp_path, name, shape, dtype, words):
     zeros = bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize)
     with zipfile.ZipFile(tmp_path / "t.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         add_array(archive, name, shape, dtype, zeros)
-        if name in ("layer_ids", "domains"):
+        if name in ("layer_ids", "findings"):
             add_array(archive, "T", COUNTS.shape, "<i8", COUNTS.astype(np.int64).tobytes())
     del zeros
     assert words in refusal(tmp_path / "t.npz")

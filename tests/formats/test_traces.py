@@ -16,12 +16,12 @@ from tests.formats.samples import make_trace
 
 
 def _equal(a, b):
-    for name in ("counts", "tokens", "source", "mix"):
+    for name in ("counts", "tokens", "source"):
         one, other = getattr(a, name), getattr(b, name)
         assert (one is None) == (other is None)
         if one is not None:
             np.testing.assert_array_equal(one, other)
-    for name in ("layer_ids", "top_k", "domains", "num_hidden_layers", "rank_files"):
+    for name in ("layer_ids", "top_k", "num_hidden_layers", "rank_files"):
         assert getattr(a, name) == getattr(b, name)
 
 
@@ -52,15 +52,6 @@ def test_first_moe_layer_moves_the_layer_ids(tmp_path):
     np.savez(tmp_path / "t.npz", T=make_trace().counts)
     assert read_trace(tmp_path / "t.npz").layer_ids == (0, 1)
     assert read_trace(tmp_path / "t.npz", first_moe_layer=3).layer_ids == (3, 4)
-
-
-def test_cut_takes_whole_steps_of_all_arrays():
-    part = make_trace().cut(1, 3)
-    assert part.num_steps == 2
-    np.testing.assert_array_equal(part.counts, make_trace().counts[1:3])
-    np.testing.assert_array_equal(part.source, make_trace().source[1:3])
-    with pytest.raises(InvalidInput, match="cannot cut steps 3..9 from a trace of 5"):
-        make_trace().cut(3, 9)
 
 
 COUNTS = np.ones((1, 2, 3), np.uint16)
@@ -100,10 +91,6 @@ COUNTS = np.ones((1, 2, 3), np.uint16)
         ),
         ({"T": COUNTS, "layer_ids": np.array([1, 1])}, r"must rise .* got 1, 1"),
         ({"T": COUNTS, "layer_ids": np.array([1])}, "1 layer ids for 2 layers"),
-        (
-            {"T": COUNTS, "mix": np.ones((2, 1), np.float32), "domains": np.array(["a"])},
-            r"mix must be \(1, 1\), steps by domains, got \(2, 1\)",
-        ),
     ],
 )
 def test_malformed_npz_is_refused_with_the_numbers(tmp_path, arrays, message):

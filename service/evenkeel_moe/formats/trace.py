@@ -1,6 +1,6 @@
 """Defines a trace: the recorded loads of one deployment, independent of the recording tool."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -27,10 +27,6 @@ class Trace:
     """(T,) tokens of each step."""
     source: NDArray[np.int64] | None = None
     """(T, R', L, E) [tokens] - the same counts by source rank."""
-    mix: NDArray[np.float64] | None = None
-    """(T, D) share of each domain of text in each step."""
-    domains: tuple[str, ...] = ()
-    """Names of the D domains."""
     findings: tuple[Finding, ...] = ()
     """What the reader assumed, left out or found to be missing, and what the counts show."""
     num_hidden_layers: int | None = None
@@ -60,11 +56,6 @@ class Trace:
             )
         self._check_tokens()
         self._check_source()
-        if self.mix is not None and self.mix.shape != (self.num_steps, len(self.domains)):
-            raise ShapeMismatch(
-                f"mix must be ({self.num_steps}, {len(self.domains)}), steps by domains,"
-                f" got {self.mix.shape}"
-            )
 
     def _check_tokens(self) -> None:
         if self.tokens is None:
@@ -125,19 +116,6 @@ class Trace:
     def num_experts(self) -> int:
         """E, the number of logical experts."""
         return int(self.counts.shape[2])
-
-    def cut(self, first: int, last: int) -> "Trace":
-        """Return the steps first..last-1.
-
-        Raises:
-            InvalidInput: there are no such steps.
-        """
-        if not 0 <= first < last <= self.num_steps:
-            raise InvalidInput(f"cannot cut steps {first}..{last} from a trace of {self.num_steps}")
-        parts = {name: getattr(self, name) for name in ("counts", "tokens", "source", "mix")}
-        return replace(
-            self, **{name: part[first:last] for name, part in parts.items() if part is not None}
-        )
 
 
 left_out = partial(Finding, FindingCode.LEFT_OUT, Severity.NOTE)

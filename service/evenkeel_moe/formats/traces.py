@@ -132,9 +132,9 @@ def _read_pt(path: Path, first_moe_layer: int | None) -> Trace:
 
 
 def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
-    own = ("T", "layer_ids", "topk", "tokens", "S", "mix", "domains", "hidden", "rank_files")
-    small = ("layer_ids", "tokens", "domains", "findings")
-    arrays = load_npz(path, (*own, "findings", *routed_experts.NAMES), small=small)
+    own = ("T", "layer_ids", "topk", "tokens", "S", "hidden", "rank_files", "findings")
+    small = ("layer_ids", "tokens", "findings")
+    arrays = load_npz(path, (*own, *routed_experts.NAMES), small=small)
     if routed_experts.KEY in arrays:
         return routed_experts.read_routed_experts(arrays, first_moe_layer, path.stem)
     if "T" not in arrays:
@@ -150,9 +150,6 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
         layer_ids = tuple(token_counts(arrays["layer_ids"], "layer_ids").reshape(-1).tolist())
     else:
         findings += guessed
-    mix, domains = arrays.get("mix"), arrays.get("domains")
-    if mix is None or domains is None or mix.dtype.kind != "f" or domains.dtype.kind != "U":
-        mix, domains = None, np.array([], "U1")
     return Trace(
         counts,
         layer_ids,
@@ -160,8 +157,6 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
         one_number(arrays, "topk"),
         token_counts(arrays["tokens"], "tokens") if "tokens" in arrays else None,
         token_counts(arrays["S"], "S") if "S" in arrays else None,
-        None if mix is None else mix.astype(np.float64),
-        tuple(str(name) for name in domains.reshape(-1)),
         findings,
         one_number(arrays, "hidden"),
         one_number(arrays, "rank_files"),
@@ -196,16 +191,13 @@ def write_trace(path: Path | str, trace: Trace) -> None:
 
     Counts are stored in the smallest type that holds them. Equal traces give equal bytes.
     """
-    source, mix = trace.source, trace.mix
     told = [json.dumps(asdict(each)) for each in trace.findings]
     arrays: dict[str, tuple[Any, DTypeLike | None]] = {
         "T": (smallest(trace.counts), None),
         "layer_ids": (trace.layer_ids, np.int32),
         "topk": (trace.top_k, np.int32),
         "tokens": (trace.tokens, np.int64),
-        "S": (None if source is None else smallest(source), None),
-        "mix": (mix, np.float32),
-        "domains": (None if mix is None else trace.domains, None),
+        "S": (None if trace.source is None else smallest(trace.source), None),
         "hidden": (trace.num_hidden_layers, np.int32),
         "rank_files": (trace.rank_files, np.int32),
         "findings": (told or None, None),
