@@ -1,4 +1,7 @@
+import io
 import json
+import os
+import pty
 import sys
 from dataclasses import replace
 
@@ -47,6 +50,27 @@ def test_the_operator_sees_the_plan_and_decides(run, operations, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
     code, out, _ = run("plan", "approve", "mine", "-d", "demo")
     assert (code, "approved" in out) == (0, True)
+
+
+@pytest.mark.fault("an operator", "a line pasted behind the command answered its question")
+@pytest.mark.parametrize(("answer", "code"), [(b"n\n", 1), (b"y\n", 0)])
+def test_only_what_is_typed_after_the_question_answers_it(
+    run, operations, monkeypatch, answer, code
+):
+    class Asked(io.StringIO):
+        def write(self, text):
+            if text.endswith("[y/N]: "):
+                os.write(keyboard, answer)
+            return super().write(text)
+
+    operations.records["demo"] = [make_plan("mine")]
+    keyboard, terminal = pty.openpty()
+    os.write(keyboard, b"n\n" if code == 0 else b"y\n")
+    with open(terminal) as stdin, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdin", stdin)
+        patched.setattr(sys, "stderr", Asked())
+        assert run("plan", "approve", "mine", "-d", "demo")[0] == code
+    os.close(keyboard)
 
 
 def test_the_plan_that_was_shown_is_approved_or_none(run, operations, monkeypatch):

@@ -5,7 +5,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,9 +208,19 @@ def confirm(question: str, yes: bool, shown: RenderableType | None = None) -> No
     if shown is not None:
         # On stderr, so that standard output holds only the answer.
         SafeConsole(stderr=True).print(shown)
+    _discard_typed()
     say(f"{question} Go on? [y/N]: ", nl=False, err=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise typer.Abort
+
+
+def _discard_typed() -> None:
+    """Discard what was typed or pasted so far: it is no answer to a question that comes only now."""
+    with suppress(ImportError, OSError):  # Not on every system, and not if input is no terminal.
+        import termios
+
+        with suppress(termios.error):
+            termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
 
 
 def require_terminal(question: str) -> None:
