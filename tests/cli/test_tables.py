@@ -4,7 +4,7 @@ import re
 import pytest
 
 from evenkeel_moe.cli.tables import decisions_table, deployments_table
-from evenkeel_moe.cli.units import moments
+from evenkeel_moe.cli.units import dated
 from evenkeel_moe.model.cost import CostBasis
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.plan import PlanKind
@@ -166,7 +166,12 @@ def test_a_rollback_that_saves_less_is_told_to_be_intended(run, operations):
 
 
 def test_moments_of_one_day_show_only_the_time():
-    assert moments([0.0, 61.0]) == (["00:00:00", "00:01:01"], ["all on 1970-01-01"])
-    assert moments([0.0, 86_400.0]) == (["1970-01-01 00:00:00", "1970-01-02 00:00:00"], [])
-    assert moments([0.0, None]) == (["1970-01-01 00:00:00", "-"], [])
-    assert moments([]) == ([], [])
+    def moments(*unix):
+        rows, day = dated([{"at": at} for at in unix])
+        return [row["at"] for row in rows], day
+
+    assert moments(0.0, 61.0) == (["00:00:00", "00:01:01"], ["all on 1970-01-01"])
+    assert moments(0.0, 86_400.0) == (["1970-01-01 00:00:00", "1970-01-02 00:00:00"], [])
+    assert moments(0.0, None) == (["1970-01-01 00:00:00", "-"], [])
+    assert moments(None) == (["-"], [])
+    assert moments() == ([], [])
