@@ -38,9 +38,7 @@ def test_one_command_leads_from_a_recording_to_the_file_of_every_engine(steady, 
     assert "% of MoE time (by tokens); in the next 20 steps" in said
     row = " Its row 0 is hidden layer 2." if format_.counts_moe_layers else ""
     assert f"Wrote {out}.{row} Start " in said and str(out) in said.split("Start ")[1]
-    file = read_placement(
-        out, num_ranks=2, num_logical_experts=8, layer_ids=(2, 3, 4), format_=format_
-    )
+    file = read_placement(out, num_ranks=2, num_logical_experts=8, layer_ids=(2, 3, 4))
     assert (file.placement.logcnt.sum(axis=1) == 10).all() or format_ == "neutral"
 
 

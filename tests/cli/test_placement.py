@@ -25,10 +25,9 @@ def test_every_format_reads_back_as_the_live_placement(run, operations, tmp_path
         assert str(path) in said
         back = parse_placement(
             path.read_text(),
-            format_,
             num_ranks=SHAPE.num_ranks,
             num_logical_experts=SHAPE.num_logical_experts,
-            first_moe_layer=1,
+            layer_ids=range(1, 1 + SHAPE.num_layers),
         )
         assert np.array_equal(back.placement.phy2log, live.placement.phy2log)
         assert back.layer_ids == tuple(range(1, 1 + SHAPE.num_layers))

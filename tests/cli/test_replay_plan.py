@@ -36,8 +36,7 @@ def test_a_plan_of_keel_survives_the_loss_of_a_rank_if_asked(small, tmp_path):
 def test_plan_writes_for_every_engine(small, tmp_path, format_):
     out = tmp_path / "placement"
     said = replayed("plan", small, *FLEET, "-p", "eplb", "-f", format_, "--out", out)
-    file = read_placement(out, num_ranks=2, num_logical_experts=8, first_moe_layer=2)
-    assert file.layer_ids == (2, 3, 4)
+    file = read_placement(out, num_ranks=2, num_logical_experts=8, layer_ids=(2, 3, 4))
     load = read_trace(small).counts
     assert said["time_over_fluid"] == pytest.approx(moe_time.time_over_fluid(load, file.placement))
     assert "copies" not in said

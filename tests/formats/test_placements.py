@@ -19,7 +19,6 @@ from evenkeel_moe.formats import (
     render_placement,
     write_placement,
 )
-from evenkeel_moe.formats.placement_writing import write_replica_probabilities
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape
 from tests.formats.samples import two_layers
@@ -76,14 +75,6 @@ def test_engine_formats_round_trip(file, format_):
         layer_ids=file.layer_ids,
     )
     _same(back, file)
-
-
-@pytest.mark.parametrize("format_", BY_LAYER)
-def test_the_first_moe_layer_suffices_if_dense_layers_come_first(format_):
-    _same(
-        parse_placement(render_placement(two_layers(), format_), num_ranks=2, first_moe_layer=3),
-        two_layers(),
-    )
 
 
 def test_one_list_is_for_all_layers_that_the_caller_names():
@@ -168,8 +159,6 @@ def test_expected_layers_must_be_those_of_the_file(format_):
         InvalidInput if format_ in said else ShapeMismatch, match=said.get(format_, said_by_others)
     ):
         parse_placement(text, num_ranks=2, layer_ids=(1, 3, 5))
-    with pytest.raises(InvalidInput, match="first_moe_layer is -1, must not be negative"):
-        parse_placement(text, num_ranks=2, first_moe_layer=-1)
 
 
 json_values = st.recursive(
@@ -380,12 +369,3 @@ def test_experts_by_rank_refuse_replicas_and_layers_that_differ():
         render_placement(two_layers(), PlacementFormat.VLLM_RANKS)
     with pytest.raises(InfeasiblePlan, match="1 of 2 layers differ from layer 1, first: layer 2"):
         render_placement(one_row([[0, 1, 2, 3], [2, 1, 0, 3]]), PlacementFormat.VLLM_RANKS)
-
-
-@pytest.mark.parametrize(
-    ("shares", "error"), [(np.ones((2, 3)), ShapeMismatch), (np.full((2, 4), 0.5), InvalidInput)]
-)
-def test_shares_that_are_not_those_of_a_map_are_not_written(tmp_path, shares, error):
-    with pytest.raises(error, match="shares"):
-        write_replica_probabilities(tmp_path / "mass.pt", two_layers(), shares)
-    assert not (tmp_path / "mass.pt").exists()

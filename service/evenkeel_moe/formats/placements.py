@@ -130,47 +130,38 @@ class Known(TypedDict, total=False):
     """R; needed for files that do not carry it, checked against others."""
     num_logical_experts: int | None
     """E; None takes it from the file, or the largest expert id + 1."""
-    first_moe_layer: int
-    """Number of hidden layers before the first MoE layer: skipped in sglang files, added to the
-    layer numbers of files that count MoE layers, not used otherwise. 0 if not given."""
     layer_ids: Sequence[int] | None
-    """The MoE layers among the hidden ones, for sglang, ascend and vllm files of models whose dense
-    layers do not all come first, and for files with one row for all layers; checked against other
-    files. None counts up from `first_moe_layer`."""
+    """The MoE layers among the hidden ones, for sglang, ascend and vllm files of models with dense
+    layers, and for files with one row for all layers; checked against other files. None counts up
+    from 0."""
 
 
-def read_placement(
-    path: Path | str, format_: PlacementFormat | None = None, **known: Unpack[Known]
-) -> PlacementFile:
+def read_placement(path: Path | str, **known: Unpack[Known]) -> PlacementFile:
     """Read a placement file; see `parse_placement`. Errors name the file."""
     path = Path(path)
     with naming(path):
-        return parse_placement(read_text(path, MAX_JSON_CHARS), format_, **known)
+        return parse_placement(read_text(path, MAX_JSON_CHARS), **known)
 
 
-def parse_placement(
-    text: str, format_: PlacementFormat | None = None, **known: Unpack[Known]
-) -> PlacementFile:
-    """Parse the text of a placement file.
+def parse_placement(text: str, **known: Unpack[Known]) -> PlacementFile:
+    """Parse the text of a placement file, of the format that its keys tell.
 
     Args:
         text: JSON or YAML.
-        format_: None detects it from the contents.
         known: see `Known`.
 
     Raises:
         InvalidInput, ShapeMismatch: the text is malformed.
         InfeasiblePlan: an expert has no replica, or is twice on a rank where that is forbidden.
     """
-    expected = _Expected(**known)
     content = (
         parse_json(text) if text.lstrip()[:1] in ("{", "[") else parse_yaml(text, "YAML line ")
     )
-    if isinstance(content, list) and format_ in (None, PlacementFormat.VLLM):
+    if isinstance(content, list):
         content = {ROWS: content}
     if not isinstance(content, dict):
         raise InvalidInput(f"must be a mapping, is {type(content).__name__}")
-    return _PARSERS[format_ or detect_format(content)](content, expected)
+    return _PARSERS[detect_format(content)](content, _Expected(**known))
 
 
 class _Expected:
@@ -179,12 +170,7 @@ class _Expected:
     def __init__(self, **known: Unpack[Known]) -> None:
         self.num_ranks, layer_ids = known.get("num_ranks"), known.get("layer_ids")
         self.num_logical_experts = known.get("num_logical_experts")
-        self.first_moe_layer = known.get("first_moe_layer", 0)
         self.layer_ids = None if layer_ids is None else tuple(layer_ids)
-        if self.num_ranks is not None and self.num_ranks < 1:
-            raise InvalidInput(f"num_ranks is {self.num_ranks}, must be at least 1")
-        if self.first_moe_layer < 0:
-            raise InvalidInput(f"first_moe_layer is {self.first_moe_layer}, must not be negative")
 
     def ranks(self, carried: int | None = None) -> int:
         """Return R; `carried` is what the file says."""
@@ -209,9 +195,7 @@ class _Expected:
 
     def moe_layers(self, placement: Placement) -> PlacementFile:
         """Return a placement whose rows are numbered by their index among the MoE layers."""
-        return PlacementFile(
-            placement, self.layers_up_to(self.first_moe_layer + placement.num_layers)
-        )
+        return PlacementFile(placement, self.layers_up_to(placement.num_layers))
 
     def layers(self, carried: tuple[int, ...]) -> tuple[int, ...]:
         """Return the layer ids that the file carries, if they are those expected."""
@@ -230,7 +214,7 @@ class _Expected:
         """Return the layer ids, up to `last` (exclusive) if the caller does not know them."""
         if self.layer_ids is not None:
             return self.layer_ids
-        return tuple(range(self.first_moe_layer, last))
+        return tuple(range(last))
 
     def for_all_layers(self, row: NDArray[np.int32]) -> PlacementFile:
         """Return a placement each of whose layers has the (1, S) row of the file."""
@@ -273,12 +257,11 @@ def _parse_sglang(content: dict[Any, Any], expected: _Expected) -> PlacementFile
     content = as_mapping(content, "the placement", ("physical_to_logical_map",))
     rows = expert_rows(content["physical_to_logical_map"], "physical_to_logical_map", 0)
     ids = expected.layers_up_to(len(rows))
-    if not ids or min(ids) < 0 or max(ids) >= len(rows):
-        first, last = (min(ids), max(ids)) if ids else (expected.first_moe_layer,) * 2
+    if max(ids) >= len(rows):
         hint = ": it seems to lack the rows of dense layers" if len(ids) == len(rows) else ""
         raise InvalidInput(
-            f"the file has {len(rows)} rows, one for each hidden layer; MoE layers {first}..{last}"
-            f" need {last + 1}{hint}"
+            f"the file has {len(rows)} rows, one for each hidden layer; MoE layers"
+            f" {min(ids)}..{max(ids)} need {max(ids) + 1}{hint}"
         )
     return PlacementFile(expected.placement(rows[list(ids)]), ids)
 
