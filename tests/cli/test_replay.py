@@ -48,30 +48,6 @@ def test_all_policies_are_compared_by_default_with_those_of_other_packages(small
     assert names == ["initial", "once", "ewma", *POLICIES, "mine"]
 
 
-def test_saved_plans_score_the_same_in_a_plain_recount(small, tmp_path):
-    saved = tmp_path / "plans.npz"
-    answer = replayed("compare", small, *SMALL, "-p", "eplb", "--out", saved)
-    load = read_trace(small).counts
-    with np.load(saved) as plans:
-        assert sorted(plans) == sorted(
-            f"{r['policy']}_{kind}" for r in answer["results"] for kind in ("phy2log", "steps")
-        )
-        for result in answer["results"]:
-            steps, rows = plans[f"{result['policy']}_steps"], plans[f"{result['policy']}_phy2log"]
-            assert (steps.dtype, rows.dtype, rows.shape) == (np.int64, np.int32, (4, 3, 10))
-            slowest = fluid = 0.0
-            for start, phy2log in zip(steps, rows, strict=True):
-                for t in range(start, start + 8):
-                    for layer in range(3):
-                        copies = np.bincount(phy2log[layer][phy2log[layer] >= 0], minlength=8)
-                        share = np.where(
-                            phy2log[layer] >= 0, (load[t, layer] / copies)[phy2log[layer]], 0
-                        )
-                        slowest += share.reshape(2, 5).sum(axis=1).max()
-                        fluid += load[t, layer].sum() / 2
-            assert slowest / fluid == pytest.approx(result["time_over_fluid"])
-
-
 def test_the_table_names_every_policy_and_stays_on_stdout(small):
     result = CliRunner().invoke(
         app, ["compare", str(small), *map(str, SMALL), "-p", "eplb"], catch_exceptions=False

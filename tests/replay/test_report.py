@@ -11,9 +11,10 @@ import pytest
 from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.dispatch_model import DispatchModel
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.replay.charts import PALETTE, lines
-from evenkeel_moe.replay.compare import Comparison, compare
+from evenkeel_moe.replay.compare import Comparison, compare, write_plans
 from evenkeel_moe.replay.planners import choose_planners
 from evenkeel_moe.replay.report import render_report
 from evenkeel_moe.replay.walk import Setup
@@ -77,6 +78,18 @@ def test_wide_charts_scroll_on_a_phone(setup):
     assert "svg{width:100%;min-width:760px;" in page
     for label in ("balancedness by step", "time / fluid bound by step"):
         assert re.search(rf'<div class="scroll"><svg [^>]*aria-label="{label}', page), label
+
+
+def test_saved_plans_are_those_that_were_scored(setup, tmp_path):
+    comparison = _compare(setup, "once", "eplb")
+    write_plans(tmp_path / "plans.npz", comparison)
+    with np.load(tmp_path / "plans.npz") as plans:
+        assert list(plans) == ["once_steps", "once_phy2log", "eplb_steps", "eplb_phy2log"]
+        for walk in comparison.walks:
+            steps, rows = plans[f"{walk.policy}_steps"], plans[f"{walk.policy}_phy2log"]
+            assert (steps.dtype, rows.dtype) == (np.int64, np.int32)
+            assert steps.tolist() == walk.steps.tolist()
+            assert [Placement(row, 2, 8) for row in rows] == list(walk.placements)
 
 
 # --- sentences and columns ---

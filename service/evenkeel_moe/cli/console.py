@@ -215,7 +215,7 @@ def confirm(question: str, yes: bool, shown: RenderableType | None = None) -> No
 
 
 def _discard_typed() -> None:
-    """Discard what was typed or pasted so far: it is no answer to a question that comes only now."""
+    """Discard what was typed or pasted so far: it answers no question that comes only now."""
     with suppress(ImportError, OSError):  # Not on every system, and not if input is no terminal.
         import termios
 
