@@ -12,7 +12,6 @@ import pytest
 import typer
 
 from evenkeel_moe.cli import app
-from evenkeel_moe.cli.exits import Exit
 from tests.cli.conftest import ALL, COMMANDS, help_of
 from tests.waiting import deadline
 
@@ -69,10 +68,6 @@ def test_a_help_cuts_no_name_and_no_sentence(path, width):
     assert max(map(len, out.splitlines())) <= width
 
 
-def test_help_names_the_exit_codes():
-    assert "3 no controller at the address" in " ".join(help_of((), 160).split())
-
-
 def test_help_is_quick_and_loads_no_heavy_library():
     code = (
         "import sys; from typer.testing import CliRunner; from evenkeel_moe.cli import app;"
@@ -115,7 +110,6 @@ config check|print
 engines check
 """
 HIDDEN = {"rank"}
-GONE = ("freeze", "hold", "forget", "quarantine", "epochs", "story", "export", "policy mode=auto")
 
 
 def options(command):
@@ -133,13 +127,6 @@ def test_these_are_the_commands():
     found = {path for path, command in COMMANDS.items() if not command.hidden}
     assert found == wanted
     assert {path[0] for path, command in COMMANDS.items() if command.hidden} == HIDDEN
-
-
-@pytest.mark.parametrize("words", GONE)
-def test_old_names_are_gone(command, words):
-    code, out, err = command(*words.split())
-    assert (code, out) == (Exit.USAGE, "")
-    assert "No such command" in err
 
 
 def test_files_are_named_with_out_and_forms_with_output():

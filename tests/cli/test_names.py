@@ -1,7 +1,5 @@
 """How a command finds its deployment: -d, EVENKEEL_DEPLOYMENT, or the only one there is."""
 
-import json
-
 import pytest
 
 from evenkeel_moe.cli import options
@@ -77,30 +75,3 @@ def test_completion_asks_the_controller(run, operations, monkeypatch, url):
     assert complete("evenkeel plan show -d demo ") == ["first", "second"]
     assert complete("evenkeel plan approve -d demo s") == ["second"]
     assert complete(f"evenkeel decisions --url {url}/nothing ") == []
-
-
-def test_the_reasons_of_decisions_are_explained(run):
-    assert (
-        "no_change: The best placement found is the present one."
-        in run("decisions", "-d", "demo")[1]
-    )
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "status demo",
-        "decisions -d demo",
-        "recommend -d demo",
-        "capacity -d demo",
-        "heatmap -d demo",
-        "policy get -d demo",
-    ],
-)
-def test_json_of_every_view_is_exact(run, words):
-    answer = json.loads(run(*words.split(), "-o", "json")[1])
-    epochs = [answer["epoch"]] if "epoch" in answer else []
-    assert all(isinstance(epoch, int) for epoch in epochs)
-    if words == "status demo":
-        assert (answer["ranks"][0]["free_bytes"], answer["epoch"]) == (10_000, 3)
-        assert answer["shape"]["top_k"] == 2

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from evenkeel_moe.cli import app
-from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.errors import InfeasiblePlan, InvalidInput
 from evenkeel_moe.formats import PlacementFormat, Trace, read_placement, read_trace, write_trace
 from tests.cli.conftest import FLEET, replay_words
 
@@ -95,7 +95,6 @@ def test_probabilities_belong_to_the_map_that_sglang_starts_with(steady, tmp_pat
     [
         (("-f", "trtllm", {"replica_probabilities": "x"}), InvalidInput, "belongs to -f sglang"),
         (({"pooled": True},), InvalidInput, "leave pooled out"),
-        (("--slots", 9), ShapeMismatch, "9 slots do not divide over 2 ranks"),
         (("-f", "vllm-ranks", "--slots", 10), InfeasiblePlan, "10 slots for 8 experts are 2 too"),
         (("-f", "other"), InvalidInput, "known: neutral, sglang"),
     ],

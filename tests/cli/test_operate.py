@@ -38,6 +38,11 @@ def test_status_of_one_shows_its_ranks(run):
         assert shown in row
 
 
+def test_json_has_every_figure_of_a_view(run):
+    answer = json.loads(run("status", "demo", "-o", "json")[1])
+    assert (answer["ranks"][0]["free_bytes"], answer["epoch"]) == (10_000, 3)
+
+
 def test_a_rank_outside_of_waves_is_named_with_its_reason(run, operations):
     operations.show(ranks=(make_rank(0), make_rank(1, trouble="the worker has ended")))
     assert "rank 1 does not take part in waves: the worker has ended" in run("status", "demo")[1]
@@ -135,7 +140,8 @@ def test_operating_commands(run, operations):
     assert operations.document["cycle_s"] == 30
     run("policy", "set", "policy_options.gem.restarts=8", "-d", "demo")
     assert operations.document["policy_options"] == {"gem": {"restarts": 8}}
-    assert "no_change" in run("decisions", "-n", "3", "-d", "demo")[1]
+    words = "no_change: The best placement found is the present one."
+    assert words in run("decisions", "-n", "3", "-d", "demo")[1]
 
 
 def test_a_change_of_the_policy_prints_only_what_changed(run, operations):

@@ -10,7 +10,7 @@ from evenkeel_moe.cli.tables import with_reason
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.cost import CostBasis, CostSource
 from evenkeel_moe.model.delivered import DeliveredGain, ServingSpeed
-from evenkeel_moe.model.plan import PlanKind, PlanPhase
+from evenkeel_moe.model.plan import PlanPhase
 from tests.api.fakes import NOW, make_plan, make_status
 
 FIGURES = {
@@ -31,11 +31,11 @@ FIGURES = {
 def shown(run, operations):
     """Return a function that stores a plan and returns the lines of `plan show`."""
 
-    def call(status=None, kind=PlanKind.MANUAL, numbers=FIGURES, source=None, **changes):
+    def call(status=None, numbers=FIGURES, source=None, **changes):
         if status is not None:
             operations.views["demo"].shown = status
         record = make_plan("mine", **changes)
-        plan = replace(record.plan, kind=kind, numbers=dict(numbers), cost_source=source)
+        plan = replace(record.plan, numbers=dict(numbers), cost_source=source)
         record = replace(record, plan=plan)
         operations.records["demo"] = [record]
         code, out, err = run("plan", "show", "mine", "-d", "demo")
@@ -115,12 +115,6 @@ def test_a_plan_that_ended_tells_what_it_delivered_and_how_long_it_took(shown):
     stopped = shown(story=(begun, {"at": NOW + 9, "event": "ended"}), **lost)
     assert ["duration", "9 s until it ended"] in [cells(line) for line in stopped]
     assert "duration" not in "\n".join(shown())
-
-
-def test_a_rollback_names_the_epoch_to_which_it_returns(shown):
-    lines = [cells(line) for line in shown(kind=PlanKind.ROLLBACK, numbers={"to_epoch": 8.0})]
-    assert ["Returns to", "epoch 8"] in lines
-    assert ["Figures behind it"] not in lines
 
 
 @pytest.mark.parametrize(

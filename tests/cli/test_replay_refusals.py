@@ -17,7 +17,6 @@ from tests.cli.conftest import FLEET, SMALL, run_replay
 @pytest.mark.parametrize(
     ("command", "options", "error", "words"),
     [
-        ("compare SMALL -p eplb,nobody", {}, InvalidInput, "policies nobody; known: initial"),
         (
             *("compare SMALL", {"dispatch": "waterfill"}, InvalidInput),
             "dispatch: waterfill needs shared_experts: it places their work",
@@ -28,10 +27,7 @@ from tests.cli.conftest import FLEET, SMALL, run_replay
         ),
         ("plan FLEET --out /tmp", {}, InvalidInput, "/tmp is a folder: name a file in it"),
         ("compare SMALL --out /a.npz --out /b.npz", {}, InvalidInput, "there is another .npz"),
-        (
-            *("compare SMALL", {"rank_speeds": [1e-320, 1]}, ShapeMismatch),
-            "rank_speeds: 2 positive ones",
-        ),
+        ("compare SMALL", {"rank_speeds": [1e-320, 1]}, ShapeMismatch, "s: 2 positive ones"),
         ("compare SMALL", {"rank_speeds": [1]}, ShapeMismatch, "2 positive ones are needed, got 1"),
         ("compare SMALL", {"nodes": 3}, ShapeMismatch, "2 ranks do not divide over 3 nodes"),
         ("compare --ranks 3 --slots 10", {}, ShapeMismatch, "10 slots do not divide over 3 ranks"),
@@ -42,24 +38,12 @@ from tests.cli.conftest import FLEET, SMALL, run_replay
         ),
         ("compare SMALL --out /nowhere/at/a.html", {}, InvalidInput, "is no folder /nowhere/at"),
         (
-            *("compare SMALL -p eplb", {"free_bytes": 5}, InvalidInput),
-            "are for craft, which is not among the policies",
-        ),
-        (
-            *("compare SMALL -p eplb", {"survive": "rank"}, InvalidInput),
-            "survive is for keel, which is not among the policies",
-        ),
-        (
             *("plan --out x FLEET -p craft", {"craft_replicas": "most"}, InvalidInput),
             "craft_replicas most is neither memory, knee, per_replica_gain nor a number",
         ),
         (
             *("plan --out x FLEET -p keel+verdict", {}, InvalidInput),
             r"keel\+verdict compares its plan with the current placement: give it with --current",
-        ),
-        (
-            *("plan --out x -f lists", {}, InvalidInput),
-            "unknown placement format 'lists'; known: neutral",
         ),
         (
             *("plan --out x FLEET -p eplb", {"first_moe_layer": 2**31 - 2}, InvalidInput),

@@ -18,7 +18,8 @@ from evenkeel_moe.replay.walk import walk_forward
 def test_baselines_are_added_in_front():
     assert list(choose_planners(["eplb"])) == ["initial", "once", "ewma", "eplb"]
     assert list(choose_planners(["eplb", "once"])) == ["initial", "ewma", "eplb", "once"]
-    assert list(choose_planners(["once"], baselines=False)) == ["once"]
+    named = ["once", "eplb-global", "eplb-hierarchical+verdict", "ewma+verdict"]
+    assert list(choose_planners(named, baselines=False)) == named
 
 
 def test_unknown_names_are_refused_with_the_known_ones():
@@ -27,17 +28,12 @@ def test_unknown_names_are_refused_with_the_known_ones():
     ) as caught:
         choose_planners(["best", "eplb", "worst"])
     assert caught.value.reason is Reason.UNKNOWN_POLICY
+    with pytest.raises(InvalidInput, match=r"nobody\+verdict, eplb\+verdict\+verdict; known"):
+        choose_planners(["nobody+verdict", "eplb+verdict+verdict"])
     with pytest.raises(InvalidInput, match="no policies to compare"):
         choose_planners([], baselines=False)
     with pytest.raises(InvalidInput, match="named twice: eplb"):
         choose_planners(["eplb", "eplb"])
-
-
-def test_each_form_of_eplb_is_a_policy_too():
-    assert list(choose_planners(["eplb-global", "eplb-hierarchical+verdict"], baselines=False)) == [
-        "eplb-global",
-        "eplb-hierarchical+verdict",
-    ]
 
 
 def test_initial_never_moves_and_once_moves_once(setup):
@@ -76,18 +72,6 @@ def test_warm_up_calls_every_planner_with_and_without_a_placement(setup):
     warm_up({"a": planner}, setup, names.append)
     assert seen == [(2, True), (2, False)]
     assert names == ["a"]
-
-
-def test_any_policy_may_have_a_verdict():
-    assert list(choose_planners(["eplb", "eplb+verdict", "ewma+verdict"], baselines=False)) == [
-        "eplb",
-        "eplb+verdict",
-        "ewma+verdict",
-    ]
-    with pytest.raises(
-        InvalidInput, match=r"unknown policies nobody\+verdict, eplb\+verdict\+verdict"
-    ):
-        choose_planners(["nobody+verdict", "eplb+verdict+verdict"])
 
 
 @pytest.mark.parametrize("pooled", [None, 10])
