@@ -48,12 +48,12 @@ def highs_peak(row: NDArray[np.int32], counts: NDArray[np.int64], ranks: int) ->
     """Return the least load of the fullest rank, by the linear program as published.
 
     Args:
-        row: (S,) expert of each slot.
+        row: (S,) expert of each slot, negative if empty.
         counts: (E,) [tokens].
         ranks: R, with S / R slots each.
     """
-    slots = len(row)
-    rank_of = np.arange(slots) // (slots // ranks)
+    held = np.flatnonzero(row >= 0)
+    slots, rank_of, row = len(held), held // (len(row) // ranks), row[held]
     loads = np.zeros((ranks, slots + 1))
     loads[rank_of, np.arange(slots)] = 1.0
     loads[:, -1] = -1.0

@@ -1,6 +1,7 @@
 """Random placements and demand, including placements that break an invariant."""
 
 import numpy as np
+import pytest
 import torch
 
 from evenkeel_moe.dispatch import DispatchTables, count_choices
@@ -70,3 +71,33 @@ def all_tables(placement, topology=None):
 def landed(slots, num_slots):
     """Count the choices of each slot: (num_slots,)."""
     return count_choices(slots, num_slots)
+
+
+def dispatched(rng, placement, rule_of, layer, demand):
+    """Let each rank dispatch its tokens by a rule of its own; return the tokens of each slot, (S,).
+
+    Checks that each token lands where its expert is, and padding nowhere.
+    """
+    got = torch.zeros(placement.num_slots, dtype=torch.int64)
+    held = torch.from_numpy(placement.phy2log[layer].astype(np.int64))
+    for rank, tables in enumerate(all_tables(placement)):
+        experts = torch.cat([choices_of(rng, demand[rank]), torch.full((3, 1), -1)])
+        slots = rule_of(tables).choose(layer, experts, demand)
+        assert torch.equal(held[slots[:-3]], experts[:-3]) and (slots[-3:] == -1).all()
+        got += landed(slots, placement.num_slots)
+    assert int(got.sum()) == int(demand.sum())
+    return got
+
+
+def check_split(split, placement, counts):
+    """Check that shares are shares, and realise the peak of the answer."""
+    shares = split.probabilities
+    assert bool((shares >= 0).all())
+    assert torch.allclose(shares.sum(dim=2), torch.ones(counts.shape, dtype=torch.float64))
+    assert bool((shares[torch.from_numpy(placement.log2phy < 0)] == 0).all())
+    for layer, slots in enumerate(placement.log2phy):
+        used = np.zeros(placement.num_ranks)
+        tokens = shares[layer].numpy() * counts[layer][:, None]
+        held = slots >= 0
+        np.add.at(used, slots[held] // placement.slots_per_rank, tokens[held])
+        assert split.peak[layer].item() == pytest.approx(used.max(), rel=1e-9, abs=1e-9)

@@ -28,6 +28,7 @@ from evenkeel_moe.planning.problem.token_split import SplitModel, slot_shares
 from tests.dispatch.placements import (
     all_tables,
     choices_of,
+    dispatched,
     landed,
     random_demand,
     random_placement,
@@ -190,20 +191,12 @@ def test_the_engine_uses_the_replicas_that_the_planner_scores(seed):
 def test_ranks_that_do_not_talk_activate_one_replica_and_reach_the_least_peak(seed):
     rng = np.random.default_rng(seed)
     placement = random_placement(rng, layers=2, duplicates=bool(seed % 2))
-    rules = [FewestChoice(tables) for tables in all_tables(placement)]
     for layer in range(2):
         demand = random_demand(rng, 4, 12, tokens=8)
-        got = torch.zeros(placement.num_slots, dtype=torch.int64)
-        for rank, rule in enumerate(rules):
-            experts = choices_of(rng, demand[rank])
-            slots = rule.choose(layer, experts, demand)
-            held = torch.from_numpy(placement.phy2log[layer].astype(np.int64))
-            assert torch.equal(held[slots], experts)
-            got += landed(slots, placement.num_slots)
+        got = dispatched(rng, placement, FewestChoice, layer, demand)
         counts = demand.sum(dim=0).numpy()
         filled = got.numpy() > 0
         assert np.sort(placement.phy2log[layer][filled]).tolist() == np.flatnonzero(counts).tolist()
-        assert int(got.sum()) == counts.sum()
         peak = filled.reshape(4, -1).sum(axis=1).max()
         assert peak == twins.fewest_active(counts, placement.phy2log[layer], 4)
 

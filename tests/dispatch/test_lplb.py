@@ -3,8 +3,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 
+from bench.lplb_kernel import highs_peak
 from evenkeel_moe.dispatch import BatchedSplit, DeviceLplbChoice, ExactSplit, LplbChoice
 from evenkeel_moe.dispatch.lplb import whole_quotas
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
@@ -14,48 +14,13 @@ from evenkeel_moe.planning.problem.metrics import rank_load
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from tests.dispatch.placements import (
     all_tables,
-    choices_of,
-    landed,
+    check_split,
+    dispatched,
     random_demand,
     random_placement,
 )
 
 OPTIMAL = SplitModel(DispatchModel.OPTIMAL)
-
-
-def highs_peak(placement, layer, counts):
-    """The linear program of the source: a load per copy, a slack per rank, the peak; both kinds of
-    rows."""
-    slots, ranks = placement.num_slots, placement.num_ranks
-    row = placement.phy2log[layer]
-    shared = [e for e in range(placement.num_logical_experts) if placement.logcnt[layer, e] > 1]
-    copies = [s for s in range(slots) if row[s] in shared]
-    variables = len(copies) + ranks + 1
-    matrix, right = np.zeros((ranks + len(shared), variables)), np.zeros(ranks + len(shared))
-    for column, slot in enumerate(copies):
-        matrix[slot // placement.slots_per_rank, column] = 1
-        matrix[ranks + shared.index(row[slot]), column] = 1
-    matrix[:ranks, len(copies) : len(copies) + ranks] = np.eye(ranks)
-    matrix[:ranks, -1] = -1
-    for slot in range(slots):
-        if row[slot] >= 0 and row[slot] not in shared:
-            right[slot // placement.slots_per_rank] -= counts[row[slot]]
-    right[ranks:] = counts[shared]
-    cost = np.zeros(variables)
-    cost[-1] = 1
-    answer = linprog(cost, A_eq=matrix, b_eq=right, bounds=(0, None), method="highs")
-    assert answer.status == 0
-    return answer.fun
-
-
-def realised(placement, probabilities, counts):
-    """(L, R) load under given shares."""
-    out = np.zeros((placement.num_layers, placement.num_ranks))
-    for layer, expert, replica in np.argwhere(placement.log2phy >= 0):
-        slot = placement.log2phy[layer, expert, replica]
-        share = float(probabilities[layer, expert, replica])
-        out[layer, slot // placement.slots_per_rank] += share * counts[layer, expert]
-    return out
 
 
 def random_counts(rng, placement):
@@ -74,15 +39,9 @@ def test_peak_is_the_optimum_of_the_program_and_the_shares_realise_it(solver, se
     placement = random_placement(rng, layers=2, experts=16, ranks=5, per_rank=7)
     counts = random_counts(rng, placement)
     answer = solver(placement).solve(torch.from_numpy(counts))
-    for layer in range(2):
-        want = highs_peak(placement, layer, counts[layer])
-        assert float(answer.peak[layer]) == pytest.approx(want, rel=1e-7)
-    assert answer.probabilities.shape == placement.log2phy.shape
-    assert (answer.probabilities >= 0).all()
-    assert (answer.probabilities[torch.from_numpy(placement.log2phy.copy()) < 0] == 0).all()
-    assert torch.allclose(answer.probabilities.sum(dim=2), torch.ones(2, 16, dtype=torch.float64))
-    peaks = realised(placement, answer.probabilities, counts).max(axis=1)
-    assert peaks == pytest.approx(answer.peak.numpy(), rel=1e-9)
+    check_split(answer, placement, counts)
+    for row, tokens, peak in zip(placement.phy2log, counts, answer.peak.tolist(), strict=True):
+        assert peak == pytest.approx(highs_peak(row, tokens, 5), rel=1e-7)
 
 
 @settings(max_examples=50, deadline=None)
@@ -126,17 +85,10 @@ def test_ranks_that_do_not_talk_realise_the_optimum(seed):
     placement = random_placement(rng, layers=2, duplicates=False)
     for layer in range(2):
         demand = random_demand(rng, 4, 12)
-        got = torch.zeros(placement.num_slots, dtype=torch.int64)
-        for rank, tables in enumerate(all_tables(placement)):
-            experts = choices_of(rng, demand[rank])
-            slots = LplbChoice(tables).choose(layer, experts, demand)
-            held = torch.from_numpy(placement.phy2log[layer].astype(np.int64))
-            assert torch.equal(held[slots], experts)
-            got += landed(slots, placement.num_slots)
+        got = dispatched(rng, placement, LplbChoice, layer, demand)
         counts = demand.sum(dim=0).numpy()
-        assert int(got.sum()) == counts.sum()
         peak = got.reshape(4, -1).sum(dim=1).max()
-        assert int(peak) == int(np.ceil(highs_peak(placement, layer, counts) - 1e-6))
+        assert int(peak) == int(np.ceil(highs_peak(placement.phy2log[layer], counts, 4) - 1e-6))
 
 
 def test_one_replica_is_one_replica():
@@ -250,18 +202,8 @@ def test_ranks_that_do_not_talk_reach_the_optimum_but_for_a_token_per_replica(se
     split = (placement.logcnt > 1)[:, None]  # (L, 1, E)
     for layer in range(2):
         demand = random_demand(rng, 4, 12)
-        got = torch.zeros(placement.num_slots, dtype=torch.int64)
-        for rank, tables in enumerate(all_tables(placement)):
-            experts = choices_of(rng, demand[rank])
-            padded = torch.cat([experts, torch.full((3, 1), -1)])
-            slots = DeviceLplbChoice(tables).choose(layer, padded, demand)
-            held = torch.from_numpy(placement.phy2log[layer].astype(np.int64))
-            assert torch.equal(held[slots[:-3]], experts) and (slots[-3:] == -1).all()
-            got += landed(slots, placement.num_slots)
+        got = dispatched(rng, placement, DeviceLplbChoice, layer, demand)
         counts = demand.sum(dim=0)
-        assert torch.equal(
-            torch.zeros(12, dtype=torch.int64).scatter_add_(0, held.clamp(min=0), got), counts
-        )
         batch = torch.zeros(2, 12, dtype=torch.int64)
         batch[layer] = counts
         best = float(ExactSplit(placement).solve(batch).peak[layer])

@@ -12,7 +12,7 @@ from evenkeel_moe.dispatch import BatchedSplit, DeviceLplbChoice, ExactSplit
 from evenkeel_moe.dispatch import lplb as choices
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
 from evenkeel_moe.model.placement import Placement
-from tests.dispatch.placements import all_tables, choices_of, landed, random_demand
+from tests.dispatch.placements import check_split, dispatched, random_demand
 
 if not torch.cuda.is_available():
     # Triton reads it when it is first imported, so it is set before any test.
@@ -34,20 +34,6 @@ def random_problem(rng, size):
     return placement, drawn_counts(rng, experts)
 
 
-def checked_split(split, placement, counts):
-    """Check that shares are shares, and give the peak that is told."""
-    shares = split.probabilities
-    assert bool((shares >= 0).all())
-    assert torch.allclose(shares.sum(dim=2), torch.ones(counts.shape, dtype=torch.float64))
-    assert bool((shares[torch.from_numpy(placement.log2phy < 0)] == 0).all())
-    for layer, slots in enumerate(placement.log2phy):
-        used = np.zeros(placement.num_ranks)
-        tokens = shares[layer].numpy() * counts[layer][:, None]
-        held = slots >= 0
-        np.add.at(used, slots[held] // placement.slots_per_rank, tokens[held])
-        assert split.peak[layer].item() == pytest.approx(used.max(), rel=1e-9, abs=1e-9)
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("size", "placements"),
@@ -59,7 +45,7 @@ def test_the_peak_is_that_of_highs(lplb_kernel, size, placements):
     for _ in range(placements):
         placement, counts = random_problem(rng, size)
         split = lplb_kernel.KernelSplit(placement, "cpu").solve(torch.from_numpy(counts))
-        checked_split(split, placement, counts)
+        check_split(split, placement, counts)
         for row, tokens, peak in zip(placement.phy2log, counts, split.peak.tolist(), strict=True):
             best = highs_peak(row, tokens, size[0])
             assert peak == pytest.approx(best, rel=1e-6, abs=1e-6)
@@ -94,7 +80,7 @@ def test_placements_at_the_edge_are_solved_exactly(lplb_kernel, row):
     placement = Placement(np.array([row]), 2, max(row) + 1)
     counts = torch.tensor([[9, 4, 2, 0][: max(row) + 1]])
     split = lplb_kernel.KernelSplit(placement, "cpu").solve(counts)
-    checked_split(split, placement, counts.numpy())
+    check_split(split, placement, counts.numpy())
     assert torch.allclose(split.peak, ExactSplit(placement).solve(counts).peak, rtol=1e-6)
 
 
@@ -120,13 +106,7 @@ def test_the_choice_of_replicas_reads_its_shares(lplb_kernel, monkeypatch):
     rng = np.random.default_rng(3)
     placement = drawn_placement(rng, 4, 16, 8)
     demand = random_demand(rng, 4, 16)
-    got = torch.zeros(placement.num_slots, dtype=torch.int64)
-    for rank, tables in enumerate(all_tables(placement)):
-        experts = choices_of(rng, demand[rank])
-        slots = DeviceLplbChoice(tables).choose(0, experts, demand)
-        held = torch.from_numpy(placement.phy2log[0].astype(np.int64))
-        assert torch.equal(held[slots], experts)
-        got += landed(slots, placement.num_slots)
+    got = dispatched(rng, placement, DeviceLplbChoice, 0, demand)
     counts = demand.sum(dim=0)
     best = highs_peak(placement.phy2log[0], counts.numpy(), 4)
     replicas = placement.slots_per_rank

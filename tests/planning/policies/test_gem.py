@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from bench.gem_setups import GEM_SETUPS, gem_setup
 from evenkeel_moe.errors import InvalidInput
-from evenkeel_moe.model.cost import CostCurves, CostModel
-from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.gem import (
     GemOptions,
@@ -27,22 +26,6 @@ def problem_of(load, ranks, costs=None, **fields):
     _, layers, experts = load.shape
     shape = ModelShape(layers, experts, ranks, -(-experts // ranks), 1, 100)
     return a_problem(load, shape, cost=CostModel(costs), **fields)
-
-
-def test_a_score_adds_the_slowest_rank_of_every_step():
-    """Loads 3 and 6 cost 2 on GPU 0 and 5 on GPU 1, and 5 + 4 + 4 = 13, as in Figure 13 (c).
-
-    The rest of the curves, the placement and the loads of steps 1 and 2 are our own.
-    """
-    costs = CostCurves(
-        1, np.array([[1.0, 1.5, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 2.5, 3.0, 4.0, 5.0]]), np.ones(2)
-    )
-    cost, placement = CostModel(costs), Placement(np.array([[0, 1, 2, 3]], np.int32), 2, 4)
-    load = np.array([[[1.0, 2, 3, 3]], [[3.0, 2, 1, 2]], [[1.0, 4, 2, 1]]])
-    tokens = metrics.rank_load(load, placement)
-    assert moe_time.rank_times(tokens, cost)[0].ravel().tolist() == [2.0, 5.0]
-    assert moe_time.step_times(load, placement, cost).ravel().tolist() == [5.0, 4.0, 4.0]
-    assert moe_time.predicted_time(load, placement, cost) == 13.0
 
 
 @given(shapes(), st.data())
@@ -72,14 +55,6 @@ def test_pools_that_just_hold_every_expert_are_not_overrun(ranks, experts, layer
     if pool >= layers * fewest:
         owned = ModelShape(layers, experts, ranks, fewest + 1, 1, 100)
         assert plan_gem(a_problem(load, owned, max_evaluations=500)).placement == placement
-
-
-def test_a_pool_of_three_slots_holds_two_layers_of_four_experts_on_three_ranks():
-    shape = ModelShape(2, 4, 3, 3, 1, 100, pool_slots_per_rank=3)
-    load = np.array([[[9.0, 1.0, 1.0, 1.0]] * 2])
-    placement = plan_gem(a_problem(load, shape)).placement
-    placement.check(shape)
-    assert (placement.phy2log >= 0).reshape(2, 3, 3).sum(axis=2).tolist() == [[2, 1, 1], [1, 2, 1]]
 
 
 def test_more_restarts_never_score_worse_and_the_budget_replays():

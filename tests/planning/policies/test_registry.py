@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from evenkeel_moe.errors import EvenkeelError, InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
 from evenkeel_moe.model.cost import CostCurves, CostModel
+from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies import registry
@@ -29,10 +30,11 @@ from evenkeel_moe.planning.policies.registry import (
     find_policy,
     known_policies,
 )
+from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.schedule.relabel import count_moves, relabel
 from evenkeel_moe.replay.planners import choose_planners
 from tests.planning.builders import a_problem
-from tests.strategies import loads, shapes, topologies
+from tests.strategies import cost_models, loads, placements, seeds, shapes, topologies
 
 
 def test_one_form_of_eplb_can_be_chosen_by_name():
@@ -295,6 +297,7 @@ def planned(name, problem):
     proposal = POLICIES[name](problem)
     proposal.placement.check(problem.shape)
     assert (proposal.placement.logcnt >= 1).all()
+    assert proposal.score == pytest.approx(moe_time.score(problem, proposal.placement))
     assert np.isfinite(proposal.score)
     assert POLICIES[name](problem).placement.digest == proposal.placement.digest
     return proposal.placement
@@ -350,17 +353,24 @@ def test_a_hot_expert_is_on_every_rank(name):
 @given(data=st.data())
 def test_any_small_deployment_gets_a_sound_answer_or_a_typed_refusal(name, data):
     shape = data.draw(shapes())
+    load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
+    size, rng = (shape.num_ranks, *load.shape[1:]), np.random.default_rng(data.draw(seeds))
+    source = rng.integers(0, 9, size) * 10.0 ** rng.integers(-9, 12, size)
     problem = a_problem(
-        data.draw(loads(shape.num_layers, shape.num_logical_experts)),
+        load,
         shape,
         data.draw(topologies(shape.num_ranks)),
+        current=data.draw(st.none() | placements(shape)),
         replica_budget=data.draw(st.none() | st.integers(0, 3)),
+        source_load=source if data.draw(st.booleans()) else None,
+        cost=data.draw(cost_models(shape.num_ranks)),
+        dispatch=data.draw(st.sampled_from(DispatchModel)),
         max_evaluations=2000,
     )
     try:
         planned(name, problem)
     except (InvalidInput, InfeasiblePlan) as refused:
-        assert str(refused)
+        assert str(refused) and "source" not in str(refused)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, ShapeMismatch
+from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.cost import CostCurves, CostSource
-from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.policies.registry import POLICIES
@@ -22,7 +20,7 @@ from evenkeel_moe.planning.problem.derived_cost import (
 from evenkeel_moe.planning.problem.moe_time import rank_times, replica_work
 from evenkeel_moe.planning.problem.placement_problem import origin_shares
 from tests.planning.builders import a_problem
-from tests.strategies import loads, placements, seeds, shapes, topologies
+from tests.strategies import seeds, shapes
 
 SHAPE = ModelShape(2, 8, 4, 3, 2, 100)
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
@@ -112,31 +110,6 @@ def test_tiles_that_cannot_be_are_refused(tokens):
         InvalidInput, match=f"tile_tokens is {tokens}, must be finite and at least 1"
     ):
         CostCurves(tokens, np.ones((2, 1)), np.ones(2))
-
-
-@EVERY
-@given(data=st.data())
-def test_sound_source_loads_get_a_sound_answer_or_a_refusal_of_something_else(name, data):
-    shape = data.draw(shapes(pooled=False))
-    load = data.draw(loads(shape.num_layers, shape.num_logical_experts))
-    rng = np.random.default_rng(data.draw(seeds))
-    size = (shape.num_ranks, *load.shape[1:])
-    problem = a_problem(
-        load,
-        shape,
-        data.draw(topologies(shape.num_ranks)),
-        current=data.draw(st.none() | placements(shape)),
-        source_load=rng.integers(0, 9, size) * 10.0 ** rng.integers(-9, 12, size),
-        dispatch=data.draw(st.sampled_from(DispatchModel)),
-        max_evaluations=500,
-    )
-    try:
-        proposal = POLICIES[name](problem)
-    except (InvalidInput, InfeasiblePlan) as refused:
-        assert "source" not in str(refused)
-    else:
-        proposal.placement.check(shape)
-        assert np.isfinite(proposal.score)
 
 
 @given(shapes(), seeds)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.loads import Regime, drawn_traffic, lognormal_steps
-from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, ReplicaWork
+from evenkeel_moe.model.cost import CostCurves, CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
@@ -42,27 +42,13 @@ def with_objective(problem, **changes):
     return replace(problem, objective=replace(problem.objective, **changes))
 
 
-@given(problems())
-def test_proposals_are_sound(problem):
-    proposal = plan_keel(problem)
-    proposal.placement.check(problem.shape)
-    assert proposal.score == pytest.approx(moe_time.score(problem, proposal.placement))
-
-
-@given(problems(planned=True), st.integers(0, 4), st.integers(0, 2))
+@given(problems(planned=True), st.integers(0, 4), st.none() | st.integers(0, 2))
 def test_limits_hold(problem, moves, layers):
     limits = PlanLimits(max_moves=moves, max_layers=layers)
-    placement = plan_keel(with_objective(problem, limits=limits, cost=TOKENS)).placement
+    placement = plan_keel(with_objective(problem, limits=limits)).placement
     assert relabel.count_moves(problem.current, placement) <= moves
-    assert (relabel.moves_by_layer(problem.current, placement) > 0).sum() <= layers
-
-
-@given(problems((DispatchModel.NEAREST,), planned=True), st.integers(0, 4))
-def test_a_limit_on_moves_holds_where_a_plan_is_refined(problem, moves):
-    limited = with_objective(problem, limits=PlanLimits(max_moves=moves))
-    proposal = plan_keel(limited)
-    proposal.placement.check(problem.shape)
-    assert relabel.count_moves(problem.current, proposal.placement) <= moves
+    changed = (relabel.moves_by_layer(problem.current, placement) > 0).sum()
+    assert layers is None or changed <= layers
 
 
 def test_refining_for_nearest_dispatch_pays_where_tokens_start_unevenly():

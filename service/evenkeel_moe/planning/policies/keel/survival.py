@@ -180,10 +180,10 @@ def _may_take(layer: _Repair, slot: int, heat: float) -> bool:
         return layer.room[rank] > 0 and layer.spare[0] > 0
     if count[old].sum() < 2:
         return False
-    keeps = count_domains(count[old], domains, rank, _NONE) == count_domains(
-        count[old], domains, _NONE, _NONE
-    )
-    return keeps or bool(layer.load[old] < heat)
+    if layer.load[old] < heat:
+        return True
+    kept = count_domains(count[old], domains, rank, _NONE)
+    return kept == count_domains(count[old], domains, _NONE, _NONE)
 
 
 @kernel
