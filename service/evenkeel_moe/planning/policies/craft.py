@@ -9,7 +9,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason, ShapeMismatch
+from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.jit import kernel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
@@ -106,16 +106,11 @@ def plan_craft(problem: PlacementProblem, options: CraftOptions = CraftOptions()
         numbers: `replicas` used over all layers, `replication_factor` allowed.
 
     Raises:
-        InfeasiblePlan: too few slots.
+        InfeasiblePlan: a replica budget that cannot be met.
     """
     shape = problem.shape
     ranks, layers, experts = shape.num_ranks, shape.num_layers, shape.num_logical_experts
     budget = SlotBudget.of(problem)
-    if budget.total < layers * experts:
-        raise InfeasiblePlan(
-            f"{budget.total} slots cannot hold {layers} layers x {experts} experts",
-            Reason.EXPERT_WITHOUT_REPLICA,
-        )
     benefit = replica_benefit(problem.load, problem.topology, shape.slots_per_rank)
     if budget.pool_per_rank is None:
         fits = benefit.counts <= budget.per_layer - experts
@@ -144,26 +139,16 @@ def replica_benefit(load: NDArray[np.float64], topology: Topology, slots_per_ran
     Args:
         load: (T, L, E) [tokens].
         topology: the ranks.
-        slots_per_rank: most slots of a layer that a placement fills on a rank.
+        slots_per_rank: most slots of a layer that a placement fills on a rank; all together hold
+            one copy of every expert at least.
 
     Returns:
         Gains per layer, each against the layer's own placement without replicas.
-
-    Raises:
-        InfeasiblePlan: the slots cannot hold one copy of every expert.
-        ShapeMismatch: `load` has another number of axes.
     """
-    if load.ndim != 3:
-        raise ShapeMismatch(f"load must be (T, L, E), got {load.shape}")
     _, layers, experts = load.shape
     ranks = topology.num_ranks
     slots = ranks * slots_per_rank
     most = min(slots, ranks * experts) - experts
-    if most < 0:
-        raise InfeasiblePlan(
-            f"{ranks} ranks x {slots_per_rank} slots = {slots} cannot hold {experts} experts",
-            Reason.EXPERT_WITHOUT_REPLICA,
-        )
     counts = [2**k for k in range(ranks.bit_length()) if 2**k <= min(ranks, most)]
     total = load.sum(axis=0)
     rows = np.empty((layers, 1 + len(counts), slots), np.int32)
@@ -187,17 +172,13 @@ def allocate_replicas(
 
     Args:
         benefit: gains by layer and count.
-        budget: most replicas over all layers; fewer are used where more would lose balance.
+        budget: most replicas over all layers, at least 0; fewer are used where more would lose
+            balance.
         weighting: the value of a gain.
 
     Returns:
         (L,) int64 - 0 or one of `benefit.counts`.
-
-    Raises:
-        InvalidInput: a negative budget.
     """
-    if budget < 0:
-        raise InvalidInput(f"the replica budget is {budget}, must not be negative")
     layers = len(benefit.base)
     allocation = np.zeros(layers, np.int64)
     if len(benefit.counts) == 0 or budget == 0:

@@ -212,24 +212,16 @@ def balanced_packing(
 
     Args:
         weight: (X, n) float32 - weight of each item, in X independent rows.
-        num_packs: number of packs.
+        num_packs: number of packs, which divides n.
 
     Returns:
         pack_index: (X, n) int32 - the pack of each item.
         position: (X, n) int32 - its place inside the pack, in the order packed.
 
-    Raises:
-        ShapeMismatch: `weight` is not two-dimensional.
-        InvalidInput: the items do not divide over the packs.
-
     Order: equal weights in item order; equal packs lowest index first. Sums are float32, as in the
     source.
     """
-    if weight.ndim != 2:
-        raise ShapeMismatch(f"weight must be (X, n), got {weight.shape}")
     rows, items = weight.shape
-    if words := undivided(items, "items", num_packs, "packs"):
-        raise InvalidInput(words)
     if items == num_packs:
         # With one item per pack there is nothing to choose: the source keeps the items in order.
         index = np.broadcast_to(np.arange(items, dtype=np.int32), (rows, items))

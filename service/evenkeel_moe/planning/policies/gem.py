@@ -24,10 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InfeasiblePlan, InvalidInput, Reason
+from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.jit import inlined, kernel
 from evenkeel_moe.model.cost import CostModel
-from evenkeel_moe.model.topology import ModelShape, Topology
 from evenkeel_moe.planning.policies.copies import interleaved_capacity
 from evenkeel_moe.planning.policies.policy_entry import PolicyEntry, PolicyInputs
 from evenkeel_moe.planning.policies.proposal import build_proposal, place_on_ranks
@@ -80,12 +79,13 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
     Complexity: O(K L E^2 T) at worst; most swaps are skipped because other ranks are the slowest.
 
     Raises:
-        InfeasiblePlan: too few slots, or a replica budget that cannot be met (none of it is used).
+        InfeasiblePlan: a replica budget that cannot be met (none of it is used).
         ShapeMismatch: curves for another number of ranks.
     """
     shape = problem.shape
     ranks, experts, layers = shape.num_ranks, shape.num_logical_experts, shape.num_layers
-    capacity = _capacity(shape, problem.topology)
+    # Ranks take turns to hold one more.
+    capacity = interleaved_capacity(np.full(layers, experts, np.int64), problem.topology)
     SlotBudget.of(problem)
     rng = np.random.default_rng(problem.seed)
     noise = 1.0 + rng.uniform(-options.noise, options.noise, (options.restarts, layers, experts))
@@ -97,19 +97,6 @@ def plan_gem(problem: PlacementProblem, options: GemOptions = GemOptions()) -> P
     rank_of, _, evaluations = search_layers(load, noise, capacity, table, options.least_drop, most)
     placement = place_on_ranks(rank_of[:, :, None] == np.arange(ranks), shape.slots_per_rank)
     return build_proposal(problem, placement, evaluations)
-
-
-def _capacity(shape: ModelShape, topology: Topology) -> NDArray[np.int64]:
-    """Return (L, R), the experts that each rank holds. Ranks take turns to hold one more."""
-    layers, ranks, experts = shape.num_layers, shape.num_ranks, shape.num_logical_experts
-    most = -(-experts // ranks)
-    if most > shape.slots_per_rank:
-        raise InfeasiblePlan(
-            f"{experts} experts over {ranks} ranks need {most} slots per rank,"
-            f" there are {shape.slots_per_rank}",
-            Reason.EXPERT_WITHOUT_REPLICA,
-        )
-    return interleaved_capacity(np.full(layers, experts, np.int64), topology)
 
 
 def cost_table(
