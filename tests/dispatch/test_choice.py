@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel_moe.dispatch import (
+    BatchedSplit,
     DeviceLplbChoice,
     DispatchTables,
     EvenChoice,
+    ExactSplit,
     FewestChoice,
     FewestReplicas,
     LibraChoice,
@@ -224,34 +226,39 @@ def test_every_entry_of_the_table_is_a_replica_and_padding_stays():
     assert nothing.shape == (0, 2)
 
 
-def test_what_cannot_be_chosen_is_refused():
+SOLVERS = {
+    "exact": lambda placement: ExactSplit(placement).solve,
+    "batched": lambda placement: BatchedSplit(placement).solve,
+    "fewest": lambda placement: FewestReplicas(placement).choose,
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_what_cannot_be_solved_is_refused(name):
     with pytest.raises(InfeasiblePlan, match="layer 0 expert 1") as lost:
-        FewestReplicas(Placement(np.array([[0, 0, -1, 2]]), 2, 3))
+        SOLVERS[name](Placement(np.array([[0, 0, -1, 2]]), 2, 3))
     assert lost.value.reason is Reason.EXPERT_WITHOUT_REPLICA
-    placement = Placement(np.array([[0, 1]]), 2, 2)
-    chooser = FewestReplicas(placement)
+    solve = SOLVERS[name](Placement(np.array([[0, 1]]), 2, 2))
     with pytest.raises(InvalidInput, match="float16"):
-        chooser.choose(torch.ones(1, 2, dtype=torch.float16))
+        solve(torch.ones(1, 2, dtype=torch.float16))
     with pytest.raises(ShapeMismatch):
-        chooser.choose(torch.ones(2, 2))
+        solve(torch.ones(2, 2))
     with pytest.raises(InvalidInput, match="negative"):
-        chooser.choose(torch.tensor([[1, -2]]))
-    rule = FewestChoice(all_tables(placement)[0])
-    with pytest.raises(InvalidInput, match="all-gather"):
-        rule.choose(0, torch.tensor([[0]]))
-    with pytest.raises(ShapeMismatch):
-        rule.choose(0, torch.tensor([[0]]), torch.ones(3, 2, dtype=torch.int64))
-
-
-# --- demand ---------------------------------------------------------------------------------------
+        solve(torch.tensor([[1, -2]]))
+    with pytest.raises(InvalidInput, match=r"1e\+308"):
+        solve(torch.tensor([[1e308, 1e308]], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("rule", [LplbChoice, DeviceLplbChoice, FewestChoice, LibraChoice])
-def test_demand_of_parts_of_tokens_is_refused(rule):
-    """The sum over ranks is whole, but quotas by rank would be of truncated numbers."""
-    placement = Placement(np.array([[0, 1]]), 2, 2)
+def test_a_rule_needs_the_demand_of_its_own_deployment_in_whole_tokens(rule):
+    """The sum of parts of tokens over ranks may be whole, but quotas by rank would be truncated."""
+    chooser, expert = rule(all_tables(Placement(np.array([[0, 1]]), 2, 2))[0]), torch.tensor([[0]])
     with pytest.raises(InvalidInput, match="whole tokens"):
-        rule(all_tables(placement)[0]).choose(0, torch.tensor([[0]]), torch.full((2, 2), 0.5))
+        chooser.choose(0, expert, torch.full((2, 2), 0.5))
+    with pytest.raises(InvalidInput, match="all-gather"):
+        chooser.choose(0, expert)
+    with pytest.raises(ShapeMismatch):
+        chooser.choose(0, expert, torch.ones(3, 2, dtype=torch.int64))
 
 
 # --- counts ---------------------------------------------------------------------------------------

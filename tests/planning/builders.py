@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import Topology
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
@@ -18,3 +19,8 @@ def a_problem(load, shape, topology=None, **changes):
         changes["objective"] = Objective(**named)
     topology = Topology.single_node(shape.num_ranks) if topology is None else topology
     return PlacementProblem(load, shape, topology, **changes)
+
+
+def started(load, shape, topology=None, **changes):
+    """Return the problem of engines that have just started."""
+    return a_problem(load, shape, topology, current=Placement.initial(shape), **changes)

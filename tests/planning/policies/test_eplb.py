@@ -113,7 +113,7 @@ def test_variant_is_binding():
     problem = a_problem(np.ones((1, 1, 8)), shape, Topology((0, 0, 1, 1)))
     assert plan_eplb(problem, Variant.GLOBAL).numbers["keep_nodes"] == 0.0
     lonely = a_problem(np.ones((1, 1, 8)), shape)
-    with pytest.raises(InvalidInput, match="one node"):
+    with pytest.raises(InvalidInput, match="hierarchical EPLB is not possible: there is one node"):
         plan_eplb(lonely, Variant.HIERARCHICAL)
     uneven = a_problem(np.ones((1, 1, 8)), shape, Topology((0, 1, 1, 1)))
     with pytest.raises(InvalidInput, match=r"\[1, 3\] ranks"):

@@ -178,9 +178,11 @@ def test_duplicates_are_made_only_where_they_are_allowed():
 
 def test_nothing_is_filled_unless_asked_or_where_slots_are_pooled():
     sparse = sparse_placement(0)
-    assert fill_empty_slots(problem_of(0, fill_slots=False), sparse) is sparse
     pooled = replace(problem_of(0), shape=replace(SHAPE, pool_slots_per_rank=5))
-    assert fill_empty_slots(pooled, sparse) is sparse
+    for problem in (problem_of(0, fill_slots=False), pooled):
+        assert proposal.build_proposal(problem, sparse, 0).placement is sparse
+    filled = proposal.build_proposal(problem_of(0), sparse, 0)
+    assert filled.numbers["filled_slots"] == (sparse.phy2log == EMPTY).sum()
 
 
 def test_large_windows_are_filled_by_some_of_their_steps(monkeypatch):

@@ -121,16 +121,6 @@ def test_a_slow_rank_lowers_time_balance_where_tokens_are_balanced():
     assert moe_time.balance_of(times, fluid) == pytest.approx(60 / 75)
 
 
-def test_shared_experts_add_the_work_of_a_ranks_own_tokens():
-    placement = Placement(np.array([[0, 1]]), num_ranks=2, num_logical_experts=2)
-    load = np.array([[[60.0, 40.0]]])
-    cost = CostModel(shared_tokens=0.5)
-    assert moe_time.rank_work(load, placement, cost).tolist() == [[[85.0, 65.0]]]
-    from_second = SplitModel(source_load=np.array([[[0.0, 0.0]], [[60.0, 40.0]]]))
-    assert moe_time.rank_work(load, placement, cost, from_second).tolist() == [[[60.0, 90.0]]]
-    assert moe_time.predicted_time(load, placement, cost, from_second) == 90.0
-
-
 def test_less_than_one_token_runs_a_replica_in_that_share_of_the_steps():
     work = moe_time.replica_work(
         np.array([0.0, 0.25, 1.0, 7.0, 9.0]), ReplicaWork(read_tokens=8.0, start_tokens=2.0)

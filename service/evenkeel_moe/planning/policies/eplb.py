@@ -67,14 +67,6 @@ def choose_form(
     problem: PlacementProblem, variant: Variant | None = None
 ) -> tuple[Placement, dict[Variant, float], Variant]:
     """Return the placement of `plan_eplb`, the scores of the forms tried, and the form chosen."""
-    candidates = _candidates(problem, variant)
-    scores = {form: moe_time.score(problem, placed) for form, placed in candidates.items()}
-    chosen = min(scores, key=lambda form: scores[form])
-    return candidates[chosen], scores, chosen
-
-
-def _candidates(problem: PlacementProblem, variant: Variant | None) -> dict[Variant, Placement]:
-    """Return the placements of the forms that `plan_eplb` may choose from."""
     candidates: dict[Variant, Placement] = {}
     if variant is not Variant.GLOBAL:
         refusal = _why_not_hierarchical(problem)
@@ -86,7 +78,9 @@ def _candidates(problem: PlacementProblem, variant: Variant | None) -> dict[Vari
     if variant is not Variant.HIERARCHICAL:
         one_node = Topology.single_node(problem.shape.num_ranks)
         candidates[Variant.GLOBAL] = _place(problem, 1, one_node)
-    return candidates
+    scores = {form: moe_time.score(problem, placed) for form, placed in candidates.items()}
+    chosen = min(scores, key=lambda form: scores[form])
+    return candidates[chosen], scores, chosen
 
 
 def _why_not_hierarchical(problem: PlacementProblem) -> str | None:

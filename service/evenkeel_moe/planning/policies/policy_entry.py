@@ -120,9 +120,12 @@ def _read(what: str, value: Any, kind: Any) -> Any:
         InvalidInput: it is none of that type.
     """
     if isinstance(kind, UnionType):  # A null is not a value: it means that the option is not set.
-        kind = next(one for one in get_args(kind) if one is not type(None))
+        kind = next(part for part in get_args(kind) if part is not type(None))
     if issubclass(kind, StrEnum):
-        return _choice(what, value, kind)
+        choices: Sequence[str] = [choice.value for choice in kind]
+        if isinstance(value, str) and value in choices:
+            return kind(value)
+        raise InvalidInput(f"{what} is {value!r:.40}, must be one of {', '.join(choices)}")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:
         if is_number and isinstance(value, int) and abs(value) <= _MOST:
@@ -132,10 +135,3 @@ def _read(what: str, value: Any, kind: Any) -> Any:
     if is_number and abs(value) < _MOST and math.isfinite(value):
         return float(value)
     raise InvalidInput(f"{what} is {value!r:.40}, must be a finite number below 2^31")
-
-
-def _choice(what: str, value: Any, kind: type[StrEnum]) -> StrEnum:
-    choices: Sequence[str] = [one.value for one in kind]
-    if isinstance(value, str) and value in choices:
-        return kind(value)
-    raise InvalidInput(f"{what} is {value!r:.40}, must be one of {', '.join(choices)}")

@@ -94,7 +94,7 @@ class FillTerms(NamedTuple):
 
 
 def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placement:
-    """Give every empty slot the replica that costs least, if the objective asks for full slots.
+    """Give every empty slot the replica that costs least.
 
     In each layer, the rank with the least predicted time among those with an empty slot is next. It
     gets the expert with which the window takes the least time, the price of a copy included, with
@@ -104,21 +104,18 @@ def fill_empty_slots(problem: PlacementProblem, placement: Placement) -> Placeme
     row that is full always has something left; one with empty slots gets what takes the least time.
 
     Args:
-        problem: gives the loads, the cost model, the price of a copy and the current placement.
+        problem: gives the loads, the cost model, the price of a copy and the current placement; its
+            layers own their slots.
         placement: with the ranks named as they will be.
 
     Returns:
         The placement without empty slots, unless a rank has more slots than there are experts and
-        may hold none twice. Where slots are pooled the same placement: an empty slot has no buffer
-        there.
+        may hold none twice.
 
     Complexity: O(empty slots x T (E X + R log R)) with X replicas of an expert.
     """
     objective, shape = problem.objective, problem.shape
-    empty = int((placement.phy2log == EMPTY).sum())
-    if not objective.fill_slots or shape.pooled or empty == 0:
-        return placement
-    trials = empty * shape.num_logical_experts * len(problem.load)
+    trials = int((placement.phy2log == EMPTY).sum()) * shape.num_logical_experts * len(problem.load)
     load = problem.load[:: -max(1, -(-trials // _MOST_TRIALS))]
     ranks, cost = shape.num_ranks, objective.cost
     split = replace(SplitModel.of(problem), dispatch=DispatchModel.EVEN)

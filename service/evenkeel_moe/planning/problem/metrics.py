@@ -20,7 +20,10 @@ from evenkeel_moe.planning.problem.token_split import (
 
 
 def rank_load(
-    load: NDArray[np.generic], placement: Placement, split: SplitModel = EVEN_SPLIT
+    load: NDArray[np.generic],
+    placement: Placement,
+    split: SplitModel = EVEN_SPLIT,
+    most: float = np.inf,
 ) -> NDArray[np.float64]:
     """Return the load of each EP rank in every step.
 
@@ -28,9 +31,10 @@ def rank_load(
         load: (T, L, E) [tokens] - routed tokens per step.
         placement: (L, S) slots on R ranks.
         split: how the engine divides an expert's tokens over its replicas.
+        most: at most so many tokens of a replica count; all by default.
 
     Returns:
-        (T, L, R) float64 [tokens]; the sum over ranks is the sum over experts.
+        (T, L, R) float64 [tokens]; the sum over ranks is the sum over experts if all tokens count.
 
     Raises:
         ShapeMismatch: load and placement differ in layers or experts.
@@ -38,13 +42,6 @@ def rank_load(
 
     Source: deepseek-ai/EPLB eplb.py@d52c72d step 3 for the even split.
     """
-    return _rank_load(load, placement, split, np.inf)
-
-
-def _rank_load(
-    load: NDArray[np.generic], placement: Placement, split: SplitModel, most: float
-) -> NDArray[np.float64]:
-    """Return (T, L, R) `rank_load`, of which at most so many tokens of a replica count."""
     tokens = check_counts(load, placement)
     ranks = placement.num_ranks
     if split.dispatch.per_batch:
@@ -75,7 +72,7 @@ def rank_totals(
         ShapeMismatch: load and placement differ in layers or experts.
         InfeasiblePlan: an expert that has load has no replica.
     """
-    active = _rank_load(load, placement, split, 1.0)
+    active = rank_load(load, placement, split, most=1.0)
     return rank_load(load, placement, split).sum(axis=1), active.sum(axis=1)
 
 

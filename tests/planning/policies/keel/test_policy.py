@@ -18,7 +18,7 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.schedule import relabel
-from tests.planning.builders import a_problem
+from tests.planning.builders import a_problem, started
 from tests.strategies import cost_models, loads, placements, shapes, topologies
 
 
@@ -57,11 +57,10 @@ def test_refining_for_nearest_dispatch_pays_where_tokens_start_unevenly():
     for seed in range(12):
         rng = np.random.default_rng(seed)
         load = np.round(rng.lognormal(5.0, 0.8, (1, 2, 12)) * rng.lognormal(0.0, 0.1, (8, 2, 12)))
-        problem = a_problem(
+        problem = started(
             load,
             shape,
             Topology((0, 0, 1, 1)),
-            current=Placement.initial(shape),
             source_load=rng.lognormal(0.0, 1.5, (4, 2, 12)),
             dispatch=DispatchModel.NEAREST,
         )
@@ -101,12 +100,7 @@ def test_replicas_are_dropped_where_reading_dominates_and_kept_where_computing_d
     load = np.random.default_rng(3).poisson(np.linspace(2.0, 40.0, 16), (60, 3, 16)).astype(float)
     replicas = {}
     for read in (0.0, 10.0, 30.0, 1000.0):
-        problem = a_problem(
-            load,
-            shape,
-            current=Placement.initial(shape),
-            cost=CostModel(replica=ReplicaWork(read_tokens=read)),
-        )
+        problem = started(load, shape, cost=CostModel(replica=ReplicaWork(read_tokens=read)))
         proposal = plan_keel(problem)
         replicas[read] = int((proposal.placement.phy2log >= 0).sum()) - 3 * 16
         assert proposal.score < moe_time.score(problem, Placement.initial(shape))
@@ -121,11 +115,8 @@ def test_where_reading_matters_little_noise_takes_no_replica_away():
     empty = 0
     for seed in range(4):
         load = drawn_traffic(Regime(steps=16, layers=12, experts=64, tokens=4096, seed=seed))
-        problem = a_problem(
-            load.astype(float),
-            shape,
-            current=Placement.initial(shape),
-            cost=CostModel(replica=ReplicaWork(read_tokens=16.0)),
+        problem = started(
+            load.astype(float), shape, cost=CostModel(replica=ReplicaWork(read_tokens=16.0))
         )
         empty += int((plan_keel(problem).placement.phy2log < 0).sum())
     # Of 4 x 12 x 8 redundant slots.
@@ -135,13 +126,7 @@ def test_where_reading_matters_little_noise_takes_no_replica_away():
 def test_under_waterfill_balance_below_the_waterline_is_not_paid_for():
     shape = ModelShape(2, 8, 4, 3, 2, 100)
     load = np.tile(np.array([60.0, 40, 30, 20, 20, 20, 10, 10]), (40, 2, 1))
-    problem = a_problem(
-        load,
-        shape,
-        current=Placement.initial(shape),
-        dispatch=DispatchModel.WATERFILL,
-        copy_cost=1.0,
-    )
+    problem = started(load, shape, dispatch=DispatchModel.WATERFILL, copy_cost=1.0)
     assert plan_keel(problem).numbers["copies"] > 0
     # The waterline of 4 x 210 / 4 tokens is above every routed peak.
     filled = with_objective(problem, cost=CostModel(shared_tokens=4.0))
@@ -168,9 +153,7 @@ def test_under_fewest_dispatch_the_plan_is_not_worse_than_one_without_replicas()
     load = np.random.default_rng(5).poisson(np.linspace(1.0, 30.0, 16), (60, 2, 16)).astype(float)
     for read in (0.0, 20.0):
         cost = CostModel(replica=ReplicaWork(read_tokens=read))
-        problem = a_problem(
-            load, shape, current=Placement.initial(shape), cost=cost, dispatch=DispatchModel.FEWEST
-        )
+        problem = started(load, shape, cost=cost, dispatch=DispatchModel.FEWEST)
         single = plan_keel(replace(problem, replica_budget=0))
         assert plan_keel(problem).score <= single.score * 1.01
 
@@ -197,12 +180,7 @@ def skewed(shape, seed, steps=8):
 def test_a_plan_for_an_optimal_split_is_chosen_by_its_own_time():
     shape, ratios = ModelShape(2, 16, 4, 5, 2, 1), []
     for seed in range(14):
-        problem = a_problem(
-            skewed(shape, seed),
-            shape,
-            current=Placement.initial(shape),
-            dispatch=DispatchModel.OPTIMAL,
-        )
+        problem = started(skewed(shape, seed), shape, dispatch=DispatchModel.OPTIMAL)
         for_even = plan_keel(with_objective(problem, dispatch=DispatchModel.EVEN)).placement
         ratios.append(plan_keel(problem).score / moe_time.score(problem, for_even))
     assert max(ratios) <= 1 + 1e-9 and min(ratios) < 0.995
@@ -313,7 +291,7 @@ def large_and_skewed():
     load = rng.poisson(popularity * rng.uniform(0.7, 1.3, (16, *popularity.shape[1:]))).astype(
         np.float64
     )
-    return a_problem(load, LARGE, current=Placement.initial(LARGE), copy_cost=0.5, lifetime_steps=1)
+    return started(load, LARGE, copy_cost=0.5, lifetime_steps=1)
 
 
 @pytest.mark.fault(
@@ -341,7 +319,7 @@ def test_the_first_plan_of_large_layers_is_about_as_good_as_eplbs_on_steps_it_ha
         seed=3,
     )
     seen, unseen = load[:steps], load[steps:]
-    problem = a_problem(seen, shape, current=Placement.initial(shape))
+    problem = started(seen, shape)
     keel, eplb = plan_keel(problem), plan_eplb(problem)
     assert keel.score < eplb.score
     ours, theirs = (moe_time.time_over_fluid(unseen, plan.placement) for plan in (keel, eplb))
@@ -377,9 +355,7 @@ def test_the_layers_of_a_large_model_that_may_change_are_searched_after_they_wer
 )
 def test_threads_change_no_byte_of_a_plan(changes):
     shape = replace(LARGE, num_layers=6)
-    problem = a_problem(
-        large_and_skewed().load[:, :6].copy(), shape, current=Placement.initial(shape)
-    )
+    problem = started(large_and_skewed().load[:, :6].copy(), shape)
     one, three = (plan_keel(replace(problem, threads=n, **changes)) for n in (1, 3))
     assert (one.placement.phy2log == three.placement.phy2log).all()
     assert (one.evaluations, one.score) == (three.evaluations, three.score)
@@ -390,7 +366,7 @@ def test_merged_steps_of_large_layers_still_give_a_good_first_plan_and_few_copie
     shape = ModelShape(3, 32, 8, 5, 2, 1)
     rng = np.random.default_rng(4)
     load = rng.poisson(np.exp(rng.normal(0, 0.8, (3, 32))) * 50, (64, 3, 32)).astype(np.float64)
-    problem = a_problem(load, shape, current=Placement.initial(shape))
+    problem = started(load, shape)
     first = plan_keel(problem, options)
     assert first.score <= plan_eplb(problem).score
     moved = replace(
