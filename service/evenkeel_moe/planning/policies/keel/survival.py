@@ -177,7 +177,7 @@ def _may_take(layer: _Repair, slot: int, heat: float) -> bool:
     count, domains = layer.replicas, layer.domains
     rank, old = slot // (layer.row.shape[0] // count.shape[1]), index(layer.row[slot])
     if old < 0:
-        return layer.room[rank] > 0 and layer.spare[0] > 0
+        return bool(layer.room[rank] > 0 and layer.spare[0] > 0)
     if count[old].sum() < 2:
         return False
     if layer.load[old] < heat:
