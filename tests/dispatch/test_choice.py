@@ -226,7 +226,7 @@ def test_every_entry_of_the_table_is_a_replica_and_padding_stays():
     assert nothing.shape == (0, 2)
 
 
-SOLVERS = {
+SOLVERS: dict[str, Callable[[Placement], Callable[[torch.Tensor], object]]] = {
     "exact": lambda placement: ExactSplit(placement).solve,
     "batched": lambda placement: BatchedSplit(placement).solve,
     "fewest": lambda placement: FewestReplicas(placement).choose,
