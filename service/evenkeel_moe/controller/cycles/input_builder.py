@@ -217,13 +217,9 @@ class InputBuilder:
         if member is None:
             return RankNumbers()
         session = self.ranks.by_stream.get(member.stream)
-        return RankNumbers(
-            member.hello.device,
-            member.hello.weight_format,
-            None if session is None else session.curve,
-            None if session is None else session.replica_cost,
-            None if session is None else session.clock,
-        )
+        if session is None:
+            return RankNumbers(member.hello.device, member.hello.weight_format)
+        return session.numbers
 
     def _log_source(self, choice: ChosenCost) -> None:
         if choice.model.source is self._source:

@@ -18,6 +18,7 @@ from evenkeel_moe.ports.stores import Clock
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.messages import Ack, ControllerMessage, Hello, RankMessage, RankState
 from evenkeel_moe.protocol.timing import ControlTiming
+from evenkeel_moe.telemetry.cost_choice import RankNumbers
 from evenkeel_moe.wire.link import (
     CostCurve,
     DeviceClock,
@@ -52,14 +53,10 @@ class RankSession:
         """The epoch the rank named last."""
         self.trouble = ""
         """The reason for which the rank takes no waves; empty while it takes them."""
-        self.curve: CostCurve | None = None
-        """The cost curve its profiler measured; None until then."""
-        self.replica_cost: ReplicaCost | None = None
-        """The time by tokens and replicas that its profiler measured; None until then."""
+        self.numbers = RankNumbers(hello.device, hello.weight_format)
+        """What it told of its time."""
         self.kv_cache: KvCache | None = None
         """The KV cache of the engine; None until the rank tells it."""
-        self.clock: DeviceClock | None = None
-        """The clock of the device under load; None until the rank tells it."""
         self._sessions = sessions
 
     @property
@@ -82,13 +79,13 @@ class RankSession:
             if isinstance(message, LoadReport):
                 self._sessions.ingest.take(message, self.stream.send)
             elif isinstance(message, CostCurve):
-                self.curve = message
+                self.numbers = replace(self.numbers, curve=message)
             elif isinstance(message, ReplicaCost):
-                self.replica_cost = message
+                self.numbers = replace(self.numbers, replica_cost=message)
             elif isinstance(message, KvCache):
                 self.kv_cache = message
             elif isinstance(message, DeviceClock):
-                self.clock = message
+                self.numbers = replace(self.numbers, clock=message)
             else:
                 self._beat(message)
             return
