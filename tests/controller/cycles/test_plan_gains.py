@@ -272,11 +272,11 @@ async def test_the_next_cycle_is_calibrated_by_the_stored_plans_also_after_a_res
     await rig.at_rest()
     for _ in range(2):
         base = PlanBase.current(rig.member.control)
-        builder = rig.member.planner._builder
+        builder = rig.member.planner.builder
         inputs = builder.build(base, "eplb", PlanLimits())
         assert inputs.calibration.plans == 1
         assert 0.25 <= inputs.calibration.factor < 1
-        assert rig.member.planner.calibration == inputs.calibration
+        assert rig.member.planner.builder.calibration == inputs.calibration
         await rig.restart()
 
 

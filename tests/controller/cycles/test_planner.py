@@ -66,7 +66,7 @@ async def test_a_cycle_tells_the_time_balance_also_while_a_plan_runs_or_waits(mo
         planner, group = one.member.planner, one.member.control.group
         ready: Any = SimpleNamespace(begin=lambda: True)
         monkeypatch.setattr(planner, "shared", replace(planner.shared, planner=ready))
-        monkeypatch.setattr(planner._builder.budget, "run", at_once)
+        monkeypatch.setattr(planner.builder.budget, "run", at_once)
         monkeypatch.setattr(InputBuilder, "cost_in_force", lambda *_, **__: cost)
         monkeypatch.setattr(planner.inbox, "post", take)
         for number, reason in enumerate(reasons, 1000):
@@ -101,14 +101,14 @@ async def test_a_cycle_of_a_group_that_has_restarted_leaves_nothing_to_the_next(
         control, planner = one.member.control, one.member.planner
         ready: Any = SimpleNamespace(begin=lambda: True)
         monkeypatch.setattr(planner, "shared", replace(planner.shared, planner=ready))
-        monkeypatch.setattr(planner._builder.budget, "run", decide)
+        monkeypatch.setattr(planner.builder.budget, "run", decide)
         monkeypatch.setattr(planner._shadows, "shared", replace(planner.shared, spawn=spawn))
         shadowed = replace(control.policy, shadow_policies=("eplb",))
         control.handle(ctl.PolicySet(shadowed, {}), one.registry.shared.clock.monotonic())
-        before = planner._builder.gate_memory
+        before = planner.builder.gate_memory
         # Nothing in it waits, so no cycle of the machine itself comes between.
         await planner._decide(ctl.RunCycle(9, Epoch(0), BASE, Generation(generation), 1, None))
-        assert planner._builder.gate_memory == (memory if kept else before)
+        assert planner.builder.gate_memory == (memory if kept else before)
         assert len(scored) == (1 if kept else 0)
 
 
@@ -192,8 +192,8 @@ async def test_the_model_in_force_is_the_one_that_a_cycle_scored_by(rig):
         session.received(PROFILE)
     await rig.load()
     planner = rig.member.planner
-    await until(lambda: planner.cost is not None)
-    assert planner.cost.source is CostSource.PROFILED
+    await until(lambda: planner.builder.cost is not None)
+    assert planner.builder.cost.source is CostSource.PROFILED
 
 
 # --- The planner's deadline becomes a number of evaluations ---------------------------------------

@@ -419,7 +419,7 @@ def dispatch_of(replica):
     """The choice that plans use, after the objective of a cycle was built."""
     planner, control = replica.member.planner, replica.member.control
     base = PlanBase.current(control)
-    inputs = planner._builder.build(base, control.policy.policy, PlanLimits())
+    inputs = planner.builder.build(base, control.policy.policy, PlanLimits())
     assert inputs.objective.dispatch is inputs.token_split.dispatch
     return inputs.objective.dispatch
 
@@ -450,7 +450,7 @@ async def test_options_cost_and_full_slots_reach_the_inputs_of_a_cycle():
         options = {"gem": {"restarts": 2}}
         await one.operations.set_policy(DEMO, {"policy_options": options}, "eve")
         control = one.member.control
-        inputs = one.member.planner._builder.build(
+        inputs = one.member.planner.builder.build(
             PlanBase.current(control), control.policy.policy, PlanLimits()
         )
         assert inputs.policy_options == options

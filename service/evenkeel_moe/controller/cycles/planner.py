@@ -20,10 +20,8 @@ from evenkeel_moe.controller.ranks.kv_caches import KvCaches
 from evenkeel_moe.controller.ranks.rank_sessions import RankSessions
 from evenkeel_moe.controller.shared_services import SharedServices
 from evenkeel_moe.errors import EvenkeelError, Reason
-from evenkeel_moe.model.cost import CostModel
 from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.model.policy import Mode
-from evenkeel_moe.planning.decision.calibration import Calibration
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.deployment_state import DeploymentState
 from evenkeel_moe.telemetry.swap_stalls import SwapStalls
@@ -48,27 +46,18 @@ class DeploymentPlanner:
         budget = CycleBudget(
             self.settings.deadline_s, partial(shared.metrics.planner_ran, control.deployment)
         )
-        builder = InputBuilder(control, loads, self.ranks, shared.clock, self.settings, budget)
-        self._builder = builder
+        builder = self.builder = InputBuilder(
+            control, loads, self.ranks, shared.clock, self.settings, budget
+        )
         self.gains = PlanGains(control, loads, self.inbox, shared.clock)
         self.stalls = SwapStalls()
         self._shadows = ShadowPolicies(control, shared)
         self.manual = ManualPlanner(control, builder, self.inbox, self.stalls, shared)
         self.recommender = Recommender(control, builder, self.kv, self._shadows, shared)
 
-    @property
-    def cost(self) -> CostModel | None:
-        """The cost model by which the newest cycle scored; None before the first."""
-        return self._builder.cost
-
-    @property
-    def calibration(self) -> Calibration:
-        """By what earlier plans delivered, in the newest cycle."""
-        return self._builder.calibration
-
     def forget(self) -> None:
         """Start again: the windows begin again for another generation."""
-        self._builder.forget()
+        self.builder.forget()
         self.gains.forget()
         self.stalls.forget()
         self._shadows.forget()
@@ -104,11 +93,11 @@ class DeploymentPlanner:
         base = PlanBase(
             deployment, action.generation, action.weights_version, action.epoch, action.placement
         )
-        inputs = self._builder.build(base, policy.policy, policy.limits, closed_by=closed_by)
-        result = await self._builder.budget.run(self.shared.planner, inputs)
+        inputs = self.builder.build(base, policy.policy, policy.limits, closed_by=closed_by)
+        result = await self.builder.budget.run(self.shared.planner, inputs)
         shadow = self._shadows.rows()
         if action.generation == self.control.generation:  # Else all began again meanwhile.
-            self._builder.gate_memory = result.memory
+            self.builder.gate_memory = result.memory
             if result.split is not None:
                 self._shadows.score(inputs, result.split, action.epoch)
         if result.detail:

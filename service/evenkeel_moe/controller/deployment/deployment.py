@@ -358,7 +358,7 @@ class Deployment:
     async def measure_plans(self) -> None:
         """Measure what committed plans delivered, where enough steps have run since."""
         if self.keeper.leading:
-            await self.planner.gains.measure(self.planner.cost or TOKENS)
+            await self.planner.gains.measure(self.planner.builder.cost or TOKENS)
 
     def follow_machine(self) -> None:
         """Bring the parts in line with the machine; called after every batch of its actions."""

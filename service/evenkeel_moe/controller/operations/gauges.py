@@ -196,7 +196,7 @@ class GaugeReader:
             group_steps=membership.step() or None,
             last_plan=self._last_plan(),
             measured=measured_gauges(self.control.records.by_id.values()),
-            calibration=self.planner.calibration.factor,
+            calibration=self.planner.builder.calibration.factor,
             waiting=self._waiting(),
             last_failure=self._last_failure(),
         )
@@ -241,7 +241,7 @@ class GaugeReader:
         if record is None:
             return None
         try:
-            cost = self.planner.cost or TOKENS
+            cost = self.planner.builder.cost or TOKENS
             windows = self.loads.windows_of(record.plan.target)
             self._realised.update(record, windows, self.loads.split(), cost)
         except EvenkeelError:

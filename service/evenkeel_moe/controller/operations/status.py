@@ -31,7 +31,7 @@ class LiveView:
         self.control, self.loads = deployment.control, deployment.loads
         self.ranks, self.leadership = deployment.ranks, deployment.leadership
         self.clock, self.decisions = deployment.clock, deployment.decisions
-        self.cost = deployment.planner.cost
+        self.cost = deployment.planner.builder.cost
         """The cost model of the newest cycle; None before the first."""
 
     def placement(self) -> Placement | None:
