@@ -36,23 +36,16 @@ class IncompleteGroups:
     """
 
     def __init__(self) -> None:
-        self._groups: set[WaitingReports] = set()
-
-    def add(self, group: "WaitingReports") -> None:
-        """Count the reports of a group until `remove`."""
-        self._groups.add(group)
-
-    def remove(self, group: "WaitingReports") -> None:
-        """Count the reports of a group no more."""
-        self._groups.discard(group)
+        self.groups: set[WaitingReports] = set()
+        """Those whose reports count."""
 
     def make_room(self) -> None:
         """Drop reports of the group with the most bytes while there are too many.
 
         So a group that floods costs the others nothing.
         """
-        while sum(group.num_bytes for group in self._groups) > _MAX_BYTES:
-            max(self._groups, key=lambda group: group.num_bytes).drop_one()
+        while sum(group.num_bytes for group in self.groups) > _MAX_BYTES:
+            max(self.groups, key=lambda group: group.num_bytes).drop_one()
 
 
 class WaitingReports:
@@ -75,12 +68,12 @@ class WaitingReports:
     def begin_incomplete(self) -> None:
         """Bound the reports together with those of other groups: some ranks are not known."""
         self._most_bytes = _MAX_BYTES
-        self._incomplete.add(self)
+        self._incomplete.groups.add(self)
 
     def begin_complete(self, most_bytes: int) -> None:
         """Bound the reports by what the group's shape can need: all ranks are known."""
         self._most_bytes = min(most_bytes, _MAX_BYTES)
-        self._incomplete.remove(self)
+        self._incomplete.groups.discard(self)
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +82,7 @@ class WaitingReports:
 
     def close(self) -> None:
         """Drop all reports without an answer: the deployment ends."""
-        self._incomplete.remove(self)
+        self._incomplete.groups.discard(self)
         self._queues.clear()
         self._bytes.clear()
 
