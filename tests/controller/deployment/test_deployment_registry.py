@@ -19,6 +19,48 @@ from tests.protocol.machines import hello_of
 from tests.waiting import until
 
 
+def renamed(name, rank=0, **changes):
+    """Return the Hello of a rank of two, of another deployment."""
+    hello = hello_of(rank, **changes)
+    return replace(hello, identity=replace(hello.identity, deployment=DeploymentId(name)))
+
+
+async def attached(replica, hello, number):
+    """Let a rank register; return the refusal, or None if it was accepted."""
+    stream = RankStream(number, "peer", capacity=64)
+    if await replica.registry.attach(hello, stream) is not None:
+        return None
+    (refusal,) = stream._queue
+    assert isinstance(refusal, Registration)
+    return refusal
+
+
+async def said_hello(replica, name, number):
+    """Let one rank of two register under a name and leave; return True if it was accepted."""
+    refusal = await attached(replica, renamed(name, generation="g1", incarnation=number), number)
+    if refusal is None:
+        replica.registry.deployments[DeploymentId(name)].ranks.by_stream[number].lost()
+        return True
+    assert (refusal.outcome, refusal.reason) == (
+        RegistrationOutcome.REFUSED,
+        Reason.LIMIT_EXCEEDED,
+    )
+    return False
+
+
+def age(replica, *names, idle_s=60.0):
+    """Let deployments be without ranks since some time, in which they make room for others."""
+    for name in names:
+        replica.registry.deployments[DeploymentId(name)].ranks.last_open_at -= idle_s
+
+
+async def lead_and_leave(replica):
+    """Lead DEMO until its ranks leave, a minute ago."""
+    for session in await replica.lead():
+        session.lost()
+    age(replica, DEMO)
+
+
 async def test_an_evicted_deployment_is_not_loaded_by_a_restart():
     async with replicas("a") as (one, store):
         for session in await one.lead():
@@ -64,42 +106,15 @@ async def test_a_live_rank_takes_the_place_of_a_deployment_without_ranks():
         await until(
             lambda: all(member.keeper.leading for member in one.registry.deployments.values())
         )
-        for member in one.registry.deployments.values():
-            member.ranks.last_open_at -= 60.0
-        (displaced,) = {"gone-1", "gone-2"} - await _after_leading(one)
+        age(one, "gone-1", "gone-2")
+        await one.lead()
+        (displaced,) = {"gone-1", "gone-2"} - one.registry.deployments.keys()
         assert len(one.registry.deployments) == 2
         await until(lambda: DeploymentId(displaced) not in store._leases)
         assert (await store.fetch_document(DeploymentId(displaced), "leader"))["replica_id"] == ""
         # Both deployments have ranks, or will have them soon: a third one is refused.
-        other = hello_of(0)
-        for name, taken in (("second", True), ("third", False)):
-            hello = replace(other, identity=replace(other.identity, deployment=DeploymentId(name)))
-            assert (
-                await one.registry.attach(hello, RankStream(len(name), "peer", capacity=64))
-                is not None
-            ) is taken
-
-
-async def _after_leading(replica):
-    await replica.lead()
-    return set(replica.registry.deployments)
-
-
-async def said_hello(replica, name, number):
-    """Let one rank of two register under a name and leave; return True if it was accepted."""
-    hello, stream = hello_of(0, "g1", number), RankStream(number, "peer", capacity=64)
-    hello = replace(hello, identity=replace(hello.identity, deployment=DeploymentId(name)))
-    session = await replica.registry.attach(hello, stream)
-    if session is not None:
-        session.lost()
-    else:
-        (refusal,) = stream._queue
-        assert isinstance(refusal, Registration)
-        assert (refusal.outcome, refusal.reason) == (
-            RegistrationOutcome.REFUSED,
-            Reason.LIMIT_EXCEEDED,
-        )
-    return session is not None
+        assert await attached(one, renamed("second"), 6) is None
+        assert await attached(one, renamed("third"), 5) is not None
 
 
 async def test_names_that_are_made_up_do_not_push_each_other_into_the_store():
@@ -109,7 +124,7 @@ async def test_names_that_are_made_up_do_not_push_each_other_into_the_store():
         assert len(one.registry.deployments) == 4
         assert await store.deployments() == []
         assert not store._decisions
-        one.registry.deployments[DeploymentId("x2")].ranks.last_open_at -= 60.0
+        age(one, "x2")
         assert await said_hello(one, "x40", 40)
         assert sorted(one.registry.deployments) == ["x0", "x1", "x3", "x40"]
 
@@ -125,7 +140,7 @@ async def test_new_names_keep_no_deployment_out_that_was_whole_once():
         await one.registry.let_go(one.member)
         await one.lead(first=21, highest_term=1)
         assert len(one.registry.deployments) == 3
-        one.registry.deployments[DeploymentId("x10")].ranks.last_open_at -= 60.0
+        age(one, "x10")
         assert await said_hello(one, "x30", 30)
         assert sorted(one.registry.deployments) == [DEMO, "x11", "x30"]
 
@@ -169,10 +184,10 @@ async def test_a_deployment_that_was_whole_once_outlasts_names_that_never_were()
         for number in range(10, 12):
             assert await said_hello(one, f"x{number}", number)
         for idle_s, name in ((900.0, DEMO), (60.0, "x10"), (60.0, "x11")):
-            one.registry.deployments[DeploymentId(name)].ranks.last_open_at -= idle_s
+            age(one, name, idle_s=idle_s)
         for number in range(12, 20):
             assert await said_hello(one, f"x{number}", number)
-            one.registry.deployments[DeploymentId(f"x{number}")].ranks.last_open_at -= 60.0
+            age(one, f"x{number}")
         assert DEMO in one.registry.deployments
         assert (await store.fetch_document(DEMO, "leader"))["replica_id"] == "a"
 
@@ -208,9 +223,7 @@ async def test_a_deployment_that_fails_ends_alone_and_starts_again_after_a_pause
     async with replicas("a") as (one, _):
         one.registry.failures = DeploymentFailures(first_pause_s=3600.0)
         await one.lead()
-        other = hello_of(0)
-        other = replace(other, identity=replace(other.identity, deployment=ONE))
-        assert await one.registry.attach(other, RankStream(50, "peer", capacity=64)) is not None
+        assert await attached(one, renamed(ONE), 50) is None
         broken, sound = one.member, one.registry.deployments[ONE]
 
         def fail(*_):
@@ -218,11 +231,8 @@ async def test_a_deployment_that_fails_ends_alone_and_starts_again_after_a_pause
 
         broken.control.handle = fail  # type: ignore[method-assign]
         await until(lambda: DEMO not in one.registry.deployments)
-        stream = RankStream(51, "peer", capacity=64)
-        assert await one.registry.attach(hello_of(0, incarnation=9), stream) is None
-        refused = await stream.next()
-        assert isinstance(refused, Registration)
-        assert refused.reason is Reason.DEPLOYMENT_FAILED
+        refused = await attached(one, hello_of(0, incarnation=9), 51)
+        assert refused is not None and refused.reason is Reason.DEPLOYMENT_FAILED
         assert "ZeroDivisionError: a bug of ours" in refused.detail
         await until(lambda: not broken.keeper.leading)
         with pytest.raises(Unavailable, match="failed on this replica") as error:
@@ -233,22 +243,6 @@ async def test_a_deployment_that_fails_ends_alone_and_starts_again_after_a_pause
         one.registry.failures = DeploymentFailures()  # As after the pause.
         await one.lead(first=60, highest_term=1)
         assert one.member is not broken
-
-
-def renamed(name, rank=0, **changes):
-    """Return the Hello of a rank of two, of another deployment."""
-    hello = hello_of(rank, **changes)
-    return replace(hello, identity=replace(hello.identity, deployment=DeploymentId(name)))
-
-
-async def attached(replica, hello, number):
-    """Let a rank register; return the refusal, or None if it was accepted."""
-    stream = RankStream(number, "peer", capacity=64)
-    if await replica.registry.attach(hello, stream) is not None:
-        return None
-    (refusal,) = stream._queue
-    assert isinstance(refusal, Registration)
-    return refusal
 
 
 async def test_a_group_that_does_not_fit_beside_the_others_is_refused_with_the_numbers():
@@ -318,11 +312,8 @@ async def test_groups_that_connect_together_are_led_only_while_they_fit():
 
 async def test_a_group_without_ranks_gives_its_memory_to_another():
     async with replicas("a") as (one, _):
-        sessions = await one.lead()
+        await lead_and_leave(one)
         one.registry.memory_bytes = memory_together([one.member.memory])
-        for session in sessions:
-            session.lost()
-        one.member.ranks.last_open_at -= 60.0
         assert await attached(one, renamed("second"), 11) is None
         assert list(one.registry.deployments) == ["second"]
 
@@ -338,11 +329,9 @@ async def test_nobody_is_evicted_for_a_group_that_does_not_fit_beside_the_busy_o
     async with replicas("a") as (one, store):
         for number in range(2):
             assert await attached(one, renamed("busy", number), 11 + number) is None
-        for session in await one.lead():
-            session.lost()
-        one.member.ranks.last_open_at -= 60.0
+        await lead_and_leave(one)
         assert await said_hello(one, "young", 13)
-        one.registry.deployments[DeploymentId("young")].ranks.last_open_at -= 60.0
+        age(one, "young")
         one.registry.max_new_deployments = 1
         shape = hello_of(0).shape
         large = replace(shape, num_layers=16 * shape.num_layers)
@@ -360,9 +349,7 @@ async def test_nobody_is_evicted_for_a_group_that_does_not_fit_beside_the_busy_o
 @STRANGER
 async def test_nobody_is_evicted_for_memory_before_the_number_of_deployments_is_known():
     async with replicas("a", max_new_deployments=1) as (one, _):
-        for session in await one.lead():
-            session.lost()
-        one.member.ranks.last_open_at -= 60.0
+        await lead_and_leave(one)
         assert await attached(one, renamed("young"), 11) is None
         one.registry.memory_bytes = memory_together([one.member.memory])
         refusal = await attached(one, renamed("stranger"), 12)
@@ -389,8 +376,7 @@ async def test_nobody_is_evicted_for_a_rank_that_the_machine_refuses(changes):
         large = replace(shape, num_layers=16 * shape.num_layers)
         one.registry.memory_bytes = memory_together([one.registry.options.memory_of(large)])
         stranger = replace(hello_of(0, **{"incarnation": 99} | changes), shape=large)
-        stream = RankStream(90, "peer", capacity=64)
-        assert await one.registry.attach(stranger, stream) is None
+        assert await attached(one, stranger, 90) is not None
         assert "idle" in one.registry.deployments
 
 

@@ -6,16 +6,14 @@ from dataclasses import replace
 
 import pytest
 import structlog
-from prometheus_client import CollectorRegistry
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.logs import configure_logs
 from evenkeel_moe.controller.operations.audit import AuditLog
-from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports.operations import AuditEntry
 from tests.contracts.memory_store import SilentStore
+from tests.controller.replicas import make_health
 
 DEMO = DeploymentId("demo")
 
@@ -31,6 +29,11 @@ class Ticking(SystemClock):
 
 
 CLOCK = Ticking()
+OLD = {
+    "at": 1.0, "id": "a", "deployment": "demo", "by": "ann", "role": "admin", "method": "PATCH",
+    "path": "/p", "status": 200,
+}  # fmt: skip
+"""A row of an older version."""
 
 
 @pytest.fixture
@@ -39,9 +42,7 @@ def store():
 
 
 def log_on(store) -> AuditLog:
-    return AuditLog(
-        store, StoreHealth(SystemClock(), ControllerMetrics(CollectorRegistry())), CLOCK
-    )
+    return AuditLog(store, make_health(), CLOCK)
 
 
 def entry(path: str, deployment: DeploymentId | None = DEMO) -> AuditEntry:
@@ -53,9 +54,7 @@ async def paths(log: AuditLog, limit: int = 1000) -> list[str]:
 
 
 async def test_rows_of_older_versions_have_no_change(store):
-    row = {"at": 1.0, "id": "a", "deployment": "demo", "by": "ann", "role": "admin"}
-    row |= {"method": "PATCH", "path": "/p", "status": 200}
-    await store.store_document(DEMO, "audit", {"rows": [row]}, 1)
+    await store.store_document(DEMO, "audit", {"rows": [OLD]}, 1)
     log = log_on(store)
     await log.record(replace(entry("/q"), change='{"mode":"auto"}'), 1)
     assert [one["change"] for one in await log.rows(DEMO, 9)] == ['{"mode":"auto"}', None]
@@ -63,10 +62,8 @@ async def test_rows_of_older_versions_have_no_change(store):
 
 @pytest.mark.parametrize("at", [10**400, 1 << 63, float("nan"), float("inf"), True])
 async def test_a_row_with_an_impossible_time_costs_only_itself(store, at):
-    row = {"at": 1.0, "id": "a", "deployment": "demo", "by": "ann", "role": "admin"}
-    row |= {"method": "PATCH", "path": "/p", "status": 200}
-    bad = row | {"at": at, "id": "b"}
-    await store.store_document(DEMO, "audit", {"rows": [bad, row]}, 1)
+    bad = OLD | {"at": at, "id": "b"}
+    await store.store_document(DEMO, "audit", {"rows": [bad, OLD]}, 1)
     log = log_on(store)
     await log.record(entry("/q"), 1)
     assert await paths(log) == ["/q", "/p"]

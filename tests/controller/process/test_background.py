@@ -18,11 +18,10 @@ from evenkeel_moe.controller.process.background import (
     store_windows,
 )
 from evenkeel_moe.controller.process.flow_control import Pacer
-from evenkeel_moe.controller.store_health import StoreHealth
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.wire.link import FlowControl
 from tests.contracts.memory_store import SilentStore
-from tests.controller.replicas import ONE, TWO, SetClock, replicas
+from tests.controller.replicas import ONE, TWO, make_health, replicas
 from tests.waiting import until
 
 
@@ -91,7 +90,7 @@ async def test_windows_that_cannot_be_stored_fail_their_deployment_alone():
     failed: list[Any] = []
     await store_all_windows(
         members,  # type: ignore[arg-type]
-        StoreHealth(SetClock(), ControllerMetrics(CollectorRegistry())),
+        make_health(),
         lambda name, deployment, error: failed.append((name, deployment)),
     )
     assert failed == [("broken", members[1])]
@@ -99,8 +98,7 @@ async def test_windows_that_cannot_be_stored_fail_their_deployment_alone():
 
 
 async def test_a_shard_that_is_gone_keeps_no_window_from_the_others():
-    clock = SetClock()
-    health = StoreHealth(clock, ControllerMetrics(CollectorRegistry()))
+    health = make_health()
     gone, fenced = (
         Unavailable("shard 2 does not answer"),
         Conflict("term 2 has taken over", Reason.LEASE_LOST),
