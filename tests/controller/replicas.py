@@ -125,9 +125,12 @@ class Replica:
         leader = replace(
             settings.leader, replica_id=name, replicas=2, lease_s=lease_s, renew_s=0.05
         )
-        settings = settings.model_copy(
-            update={"planner": replace(settings.planner, **planner), "leader": leader}
+        # Nor may a lease outlast the time without ranks after which it is given up.
+        ingest = replace(
+            settings.ingest, rank_lease_s=max(settings.ingest.rank_lease_s, 4 * lease_s)
         )
+        changed = {"planner": replace(settings.planner, **planner), "leader": leader}
+        settings = settings.model_copy(update={**changed, "ingest": ingest})
         self.tasks, self.store = Spawned(), store
         self.registry = make_registry(
             store,
