@@ -155,14 +155,9 @@ class Replica:
 
     async def lead(self, generation="g1", first=1, highest_term=0, **changes):
         """Lead two ranks and wait until they reported their state; return their sessions."""
-        streams = [RankStream(first + rank, "peer", capacity=4096) for rank in range(2)]
-        sessions = []
-        for rank, stream in enumerate(streams):
-            hello = hello_of(rank, generation, first, highest_term=highest_term, **changes)
-            sessions.append(await self.registry.attach(hello, stream))
-        assert all(sessions)
-        for rank in range(2):
-            self.tasks.spawn(_answer(rank, streams[rank], sessions[rank]), f"rank-{rank}")
+        changes["highest_term"] = highest_term
+        hellos = [hello_of(rank, generation, first, **changes) for rank in range(2)]
+        sessions = await attach_ranks(self.registry, hellos, first, self.tasks.spawn, answer)
         await until(lambda: self.member.control.state == "ready")
         return sessions
 
@@ -202,14 +197,28 @@ class Replica:
         return [row["reason"] for row in await self.operations.decisions(DEMO, 100)]
 
 
-async def _answer(rank, stream, session):
+async def attach_ranks(registry, hellos, first_stream, spawn, serve):
+    """Register ranks, and then serve the stream of each; return their sessions."""
+    streams = [
+        RankStream(number, "peer", capacity=4096) for number, _ in enumerate(hellos, first_stream)
+    ]
+    sessions = [await registry.attach(*pair) for pair in zip(hellos, streams, strict=True)]
+    assert all(sessions)
+    for rank, (stream, session) in enumerate(zip(streams, sessions, strict=True)):
+        spawn(serve(rank, stream, session), f"rank-{rank}")
+    return sessions
+
+
+async def answer(rank, stream, session):
+    """Answer each question with the state at the start of a rank."""
+    hello = session.hello
     while (message := await stream.next()) is not None:
         if isinstance(message, QueryState):
-            hello = session.hello
             state = state_of(
                 rank,
                 query=message.query,
                 placement=Placement.initial(hello.shape),
+                checksums=(5,) * hello.shape.num_layers * hello.shape.num_logical_experts,
                 identity=hello.identity,
             )
             session.received(state)

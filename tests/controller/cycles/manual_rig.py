@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.controller.deployment.deployment import TICK_S
 from evenkeel_moe.controller.operations.operator_service import OperatorService
 from evenkeel_moe.errors import (
@@ -17,7 +16,7 @@ from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.contracts.memory_store import MemoryStore
-from tests.controller.replicas import Spawned, make_registry
+from tests.controller.replicas import Spawned, attach_ranks, make_registry
 from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, SHAPE, hello_of, plan_of, state_of
 from tests.telemetry.reports import Fleet as LoadFleet
 from tests.waiting import until
@@ -86,21 +85,17 @@ class Ranks:
         self._generation = Generation("g2")
 
     async def attach(self, registry, first_stream=1):
-        streams = [RankStream(first_stream + rank, "peer", capacity=4096) for rank in range(2)]
-        sessions = []
-        for rank in range(2):
-            hello = hello_of(
+        hellos = [
+            hello_of(
                 rank,
+                self._generation,
                 epoch=self.epoch,
                 placement_digest=self.placement.digest,
                 capabilities=frozenset({"migrate"}),
             )
-            identity = replace(hello.identity, generation=self._generation)
-            hello = replace(hello, identity=identity)
-            sessions.append(await registry.attach(hello, streams[rank]))
-        self.sessions = sessions
-        for rank in range(2):
-            self._spawn(self._serve(rank, streams[rank], sessions[rank]), f"rank-{rank}")
+            for rank in range(2)
+        ]
+        self.sessions = await attach_ranks(registry, hellos, first_stream, self._spawn, self._serve)
 
     async def _serve(self, rank, stream, session):
         while (message := await stream.next()) is not None:

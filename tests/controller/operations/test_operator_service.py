@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.api.convert import deployment_out
 from evenkeel_moe.controller.cycles.manual_plans import request_digest
@@ -23,15 +22,14 @@ from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.ports.operations import PlanRequest
 from evenkeel_moe.protocol import control_messages as ctl
-from evenkeel_moe.protocol.messages import QueryState
 from evenkeel_moe.wire.link import Heartbeat
 from tests.contracts.memory_store import SilentStore
 from tests.contracts.test_stores import make_record
 from tests.controller.cycles.manual_rig import Rig
-from tests.controller.replicas import DEMO, ONE, replicas
+from tests.controller.replicas import DEMO, ONE, answer, attach_ranks, replicas
 from tests.planning.signals.test_live_findings import LOST
 from tests.planning.signals.test_load_findings import routed
-from tests.protocol.machines import DEPLOYMENT, hello_of, state_of
+from tests.protocol.machines import DEPLOYMENT, hello_of
 from tests.telemetry.test_load_check import HALVED
 from tests.waiting import until
 
@@ -177,24 +175,11 @@ class CountingRig(Rig):
     """Two ranks of a model of 6 layers x 16 experts, whose counts the test chooses."""
 
     async def lead(self, first_stream=1):
-        streams = [RankStream(first_stream + rank, "peer", capacity=4096) for rank in range(2)]
-        self.sessions = []
-        for rank, stream in enumerate(streams):
-            hello = hello_of(rank, shape=SHAPE, placement_digest=BASE.digest)
-            session = await self.registry.attach(hello, stream)
-            assert session is not None
-            self.sessions.append(session)
-        for rank, stream in enumerate(streams):
-            self.serving.spawn(self._answer(rank, stream, self.sessions[rank]), f"rank-{rank}")
+        hellos = [hello_of(rank, shape=SHAPE, placement_digest=BASE.digest) for rank in range(2)]
+        self.sessions = await attach_ranks(
+            self.registry, hellos, first_stream, self.serving.spawn, answer
+        )
         await self.at_rest()
-
-    async def _answer(self, rank, stream, session):
-        while (message := await stream.next()) is not None:
-            if isinstance(message, QueryState):
-                told = state_of(
-                    rank, query=message.query, placement=BASE, checksums=(5,) * 6 * SHAPE.num_slots
-                )
-                session.received(replace(told, identity=session.hello.identity))
 
     def report(self, received, tokens, first=0):
         """Report steps from both ranks; received: (n, L, S), tokens: (n, R)."""
