@@ -167,7 +167,7 @@ async def test_an_evacuation_that_has_ended_is_not_repeated_under_its_id(tmp_pat
         await until(lambda: stranded(holders(group.placement), [2]) > 0, within_s=30)
         await until(lambda: controller.state("ready"))
         again = await http.post(RESIZE, json=asked)
-        assert (again.status_code, again.json()["reason"]) == (409, Reason.ID_REUSED)
+        assert (again.status_code, again.json()["reason"]) == (409, Reason.WRONG_PHASE)
         assert "experts live on ranks 2 alone: name another plan_id" in again.json()["detail"]
         assert (await http.post(RESIZE, json={"retire": [2]})).status_code == 202
         await until(lambda: ready(controller), within_s=30)

@@ -250,7 +250,8 @@ async def resize(about: About, body: ResizeIn) -> ResizeOut:
 
     Once `ready`, the group may form again without them. `resume` ends it before. The same request
     may be repeated: it moves what has come to live on those ranks alone since. A `plan_id` names
-    one evacuation: once it has ended, a request with that id moves nothing.
+    one evacuation: once it has ended, a request with that id that would move something is 409
+    `wrong_phase`.
     """
     about.keep_for_audit(body.model_dump(exclude_defaults=True))
     wanted = ResizeRequest(**body.model_dump(), requested_by=about.caller)

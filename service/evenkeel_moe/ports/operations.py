@@ -296,7 +296,7 @@ class Operations(Protocol):
         """Let ranks retire, and move the experts away that live on them alone.
 
         Conflict(STALE_BASE) if the group has not `from_ranks` ranks, Conflict(RESIZING) if other
-        ranks retire already, Conflict(ID_REUSED) if the plan of this id has ended and there are
+        ranks retire already, Conflict(WRONG_PHASE) if the plan of this id has ended and there are
         experts to move.
         """
         ...

@@ -140,8 +140,8 @@ class ManualPlanner:
         Raises:
             InvalidInput: the request names no ranks, or ranks that cannot retire.
             Conflict: STALE_BASE if the group has another number of ranks than the caller takes it
-                to have, RESIZING if other ranks retire, ID_REUSED if the plan of this id has ended
-                and experts live on these ranks alone, or a gate is closed.
+                to have, RESIZING if other ranks retire, WRONG_PHASE if the plan of this id has
+                ended and experts live on these ranks alone, or a gate is closed.
             InfeasiblePlan: the other ranks have no room for all experts.
             Unavailable: the planner is starting or failed, the store failed, or this replica does
                 not lead.
@@ -169,8 +169,7 @@ class ManualPlanner:
         if known is not None and known.phase.terminal:
             raise Conflict(
                 f"plan {request.plan_id} is {known.phase_text}, and experts live on ranks"
-                f" {numbered(retire)} alone: name another plan_id, or none",
-                Reason.ID_REUSED,
+                f" {numbered(retire)} alone: name another plan_id, or none"
             )
         by = request.requested_by
         # Without bounds: a rank can only retire once all its experts live elsewhere too.
