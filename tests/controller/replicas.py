@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -11,6 +12,8 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.deployment.deployment_registry import DeploymentRegistry
+from evenkeel_moe.controller.ingest.ingest import Ingest
+from evenkeel_moe.controller.ingest.waiting_reports import IncompleteGroups
 from evenkeel_moe.controller.operations.operator_service import OperatorService
 from evenkeel_moe.controller.process.options import deployment_options
 from evenkeel_moe.controller.shared_services import SharedServices
@@ -21,6 +24,7 @@ from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, s
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import QueryState
 from evenkeel_moe.settings import Settings
+from evenkeel_moe.telemetry.load_check import LoadCheck
 from tests.contracts.memory_store import MemoryStore
 from tests.protocol.machines import hello_of, state_of
 from tests.waiting import deadline, until
@@ -76,6 +80,23 @@ class Spawned:
 
 def make_health(clock=None) -> StoreHealth:
     return StoreHealth(clock or SystemClock(), ControllerMetrics(CollectorRegistry()))
+
+
+def make_ingest(window_store=None, **changes) -> Ingest:
+    """Return an ingest of the deployment `demo` that counts nothing, with some values changed."""
+    values: dict[str, Any] = {
+        "window_steps": 50,
+        "max_pending": 64,
+        "stride": 1,
+        "accepted": lambda steps: None,
+        "rejected": lambda reason, steps: None,
+        "dropped": lambda rank, steps: None,
+        "incomplete": IncompleteGroups(),
+        "check": LoadCheck(50),
+    }
+    clock, name = SystemClock(), DeploymentId("demo")
+    store = window_store or MemoryStore(clock, capacity=50)
+    return Ingest(name, store, clock, **(values | changes))
 
 
 def make_registry(

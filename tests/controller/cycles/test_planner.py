@@ -225,11 +225,23 @@ def planner_and_budget() -> tuple[Any, CycleBudget]:
     return Planner(), CycleBudget(60.0, taken.append)
 
 
+async def run_gem(planner, budget):
+    return await budget.run(planner, inputs(skewed(20), policy="gem"))
+
+
+async def miss(planner, budget):
+    """Let a cycle miss its deadline."""
+    planner.failing = planner.background.failing = DeadlineMissed("planner: no plan within 60 s")
+    with pytest.raises(DeadlineMissed):
+        await run_gem(planner, budget)
+    planner.failing = planner.background.failing = None
+
+
 async def test_a_slow_policy_may_evaluate_what_fits_a_quarter_of_the_deadline():
     planner, budget = planner_and_budget()
     assert budget.limit("gem") is None
     planner.evaluated, planner.seconds = 2e6, 40.0
-    await budget.run(planner, inputs(skewed(20), policy="gem"))
+    await run_gem(planner, budget)
     assert budget.limit("gem") == 2e6 / 40 * 15
     assert budget.limit("keel") is None, "another policy's candidates take another time"
 
@@ -238,10 +250,8 @@ async def test_the_planners_seconds_are_told_and_those_of_a_missed_deadline_are_
     taken.clear()
     planner, budget = planner_and_budget()
     planner.seconds = 2.5
-    await budget.run(planner, inputs(skewed(20), policy="gem"))
-    planner.failing = DeadlineMissed("planner: no plan within 60 s")
-    with pytest.raises(DeadlineMissed):
-        await budget.run(planner, inputs(skewed(20), policy="gem"))
+    await run_gem(planner, budget)
+    await miss(planner, budget)
     assert taken == [2.5]
 
 
@@ -255,17 +265,14 @@ async def test_quick_cycles_and_those_that_planned_nothing_tell_no_rate():
 @pytest.mark.parametrize(("used", "seconds"), [(0.0, 5.0), (16.0, 0.01)])
 async def test_a_limit_under_which_cycles_tell_no_rate_is_dropped(used, seconds):
     planner, budget = planner_and_budget()
-    planner.failing = DeadlineMissed("planner: no plan within 60 s")
     for _ in range(9):
-        with pytest.raises(DeadlineMissed):
-            await budget.run(planner, inputs(skewed(20), policy="keel"))
-    assert budget.limit("keel") == 15
-    planner.failing = None
-    await budget.run(planner, inputs(skewed(20), policy="keel"))
-    assert budget.limit("keel") == 15, "that cycle did not plan"
+        await miss(planner, budget)
+    assert budget.limit("gem") == 15
+    await run_gem(planner, budget)
+    assert budget.limit("gem") == 15, "that cycle did not plan"
     planner.evaluated, planner.seconds = used, seconds
-    await budget.run(planner, inputs(skewed(20), policy="keel"))
-    assert budget.limit("keel") is None
+    await run_gem(planner, budget)
+    assert budget.limit("gem") is None
 
 
 async def test_a_short_search_within_its_share_of_the_deadline_lowers_no_limit():
@@ -280,11 +287,9 @@ async def test_a_short_search_within_its_share_of_the_deadline_lowers_no_limit()
 
 async def test_after_a_missed_deadline_there_is_less_to_evaluate_each_time():
     planner, budget = planner_and_budget()
-    planner.failing = DeadlineMissed("planner: no plan within 60 s")
     seen = []
     for _ in range(3):
-        with pytest.raises(DeadlineMissed):
-            await budget.run(planner, inputs(skewed(20), policy="gem"))
+        await miss(planner, budget)
         seen.append(budget.limit("gem"))
     assert seen == [1_000_000, 250_000, 62_500]
 
@@ -292,14 +297,11 @@ async def test_after_a_missed_deadline_there_is_less_to_evaluate_each_time():
 async def test_after_a_missed_deadline_cycles_leave_the_process_of_others_until_one_is_in_time():
     planner, budget = planner_and_budget()
     own = planner.background = Planner()
-    planner.failing = own.failing = DeadlineMissed("planner: no plan within 60 s")
     for calls in ((1, 0), (1, 1), (1, 2)):
-        with pytest.raises(DeadlineMissed):
-            await budget.run(planner, inputs(skewed(20), policy="gem"))
+        await miss(planner, budget)
         assert (planner.calls, own.calls) == calls
-    planner.failing = own.failing = None
     for calls in ((1, 3), (2, 3), (3, 3)):
-        await budget.run(planner, inputs(skewed(20), policy="gem"))
+        await run_gem(planner, budget)
         assert (planner.calls, own.calls) == calls
 
 
@@ -307,7 +309,7 @@ async def test_a_planner_that_died_teaches_nothing():
     planner, budget = planner_and_budget()
     planner.failing = Unavailable("planner: a planner process died", Reason.PLANNER_FAILED)
     with pytest.raises(Unavailable):
-        await budget.run(planner, inputs(skewed(20), policy="gem"))
+        await run_gem(planner, budget)
     assert budget.limit("gem") is None
 
 

@@ -12,7 +12,6 @@ from structlog.testing import capture_logs
 
 from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.controller.cycles.cycle_inputs import PlanBase
-from evenkeel_moe.controller.deployment.deployment import Deployment
 from evenkeel_moe.controller.ingest.dispatch_choice import choose_dispatch
 from evenkeel_moe.controller.ingest.group_loads import (
     GroupLoads,
@@ -25,13 +24,11 @@ from evenkeel_moe.controller.ingest.group_memory import (
     limit_steps,
     memory_together,
 )
-from evenkeel_moe.controller.ingest.ingest import Ingest
-from evenkeel_moe.controller.ingest.waiting_reports import IncompleteGroups
 from evenkeel_moe.controller.operations.status import LiveView
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.cost import CostModel, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
-from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
+from evenkeel_moe.model.ids import Epoch, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
@@ -40,10 +37,9 @@ from evenkeel_moe.planning.policies.keel.policy import plan_keel
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.protocol.transitions import ControlState
-from evenkeel_moe.telemetry.load_check import LoadCheck
 from evenkeel_moe.wire.link import Heartbeat
 from tests.contracts.memory_store import MemoryStore
-from tests.controller.replicas import DEMO, feed, make_health, make_registry, replicas
+from tests.controller.replicas import DEMO, feed, make_health, make_ingest, replicas
 from tests.protocol.machines import answer_queries, control_of
 from tests.telemetry.reports import EPOCH, PLACEMENT, SHAPE, Fleet
 from tests.waiting import until
@@ -209,7 +205,7 @@ async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():
     )
     control.as_leader.executor.history = {Epoch(1): other, Epoch(2): committed, Epoch(3): committed}
     store = MemoryStore(SystemClock())
-    ingest = _ingest_on(store)
+    ingest = make_ingest()
     loads = GroupLoads(control, store, ingest, 8, DispatchModel.EVEN, make_health())
     loads.times.update({}, committed, 3, loads.split())
     assert len(loads.times.speed_factors()) == committed.num_ranks
@@ -219,11 +215,6 @@ async def test_maps_of_an_earlier_group_with_fewer_experts_are_not_counted_by():
     assembler = ingest._assembler
     assert assembler is not None
     assert {1, 2, 3} & set(assembler._epochs) == {2, 3}
-
-
-def _ingest_on(store):
-    registry = make_registry(store, spawn=None)  # No task is started here.
-    return Deployment(DEMO, registry.options, registry.shared).loads.ingest
 
 
 # --- The memory of a group follows from its shape, and its parts keep to it -----------------------
@@ -242,20 +233,6 @@ def memory(shape, window_steps=512, max_pending=512, plan_steps=256):
         max_pending=max_pending,
         plan_steps=plan_steps,
         threads=2,
-    )
-
-
-def make_ingest(**limits) -> Ingest:
-    return Ingest(
-        DeploymentId("demo"),
-        MemoryStore(SystemClock(), capacity=50),
-        SystemClock(),
-        **{"window_steps": 50, "max_pending": 64, "stride": 1, **limits},
-        accepted=lambda steps: None,
-        rejected=lambda reason, steps: None,
-        dropped=lambda rank, steps: None,
-        incomplete=IncompleteGroups(),
-        check=LoadCheck(50),
     )
 
 

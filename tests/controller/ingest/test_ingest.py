@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.controller.ingest.ingest import Ingest
 from evenkeel_moe.controller.ingest.waiting_reports import IncompleteGroups
 from evenkeel_moe.errors import PeerViolation, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
 from evenkeel_moe.model.load import CountingSide, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.telemetry.load_check import LoadCheck
 from tests.contracts.memory_store import MemoryStore
+from tests.controller.replicas import make_ingest
 from tests.telemetry.reports import EPOCH, PLACEMENT, SHAPE, Fleet
 
 DEMO, GENERATION = DeploymentId("demo"), Generation("g")
@@ -31,18 +30,12 @@ class Rig:
         self.dropped: Counter[int] = Counter()
         self.accepted = 0
         self.answers = []
-        self.ingest = Ingest(
-            DEMO,
+        self.ingest = make_ingest(
             self,
-            SystemClock(),
-            window_steps=50,
-            max_pending=64,
-            stride=1,
             accepted=self._accept,
             rejected=lambda reason, steps: self.rejected.update({reason: steps}),
             dropped=lambda rank, steps: self.dropped.update({rank: steps}),
             incomplete=incomplete or IncompleteGroups(),
-            check=LoadCheck(50),
         )
         self.down = False
         self.appended = []
