@@ -11,7 +11,7 @@ from evenkeel_moe.controller.leadership.leases import LeaseKeeper
 from evenkeel_moe.errors import Unavailable
 from evenkeel_moe.model.ids import DeploymentId
 from tests.contracts.memory_store import MemoryStore
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 DEMO = DeploymentId("demo")
 
@@ -84,6 +84,12 @@ class Rig:
             outrun=lambda lease: self.happened.append(("outrun", holder, lease.holder)),
             lasting=lasting,
         )
+
+    async def decided(self, *arguments, **options):
+        """Start a keeper and wait until it is known who leads; return the keeper."""
+        keeper = self.start(*arguments, **options)
+        await keeper.decided(deadline(5))
+        return keeper
 
     async def until(self, ask):
         await until(ask, every_s=0.01, what=f"a change after {self.happened}")

@@ -48,8 +48,7 @@ async def test_a_follower_knows_who_leads_and_takes_over_when_the_leader_is_gone
 
 
 async def test_leadership_waits_for_the_records(rig):
-    keeper = rig.start("a", load_fails=2)
-    await keeper.decided(5)
+    keeper = await rig.decided("a", load_fails=2)
     assert keeper.leading
     assert rig.happened == [("won", "a", 3)]
 
@@ -109,8 +108,7 @@ async def test_the_machine_is_informed_when_the_lease_fails_as_the_records_arriv
 
 
 async def test_with_other_replicas_an_unreachable_store_costs_the_lease_before_it_runs_out(rig):
-    keeper = rig.start("a")
-    await keeper.decided(5)
+    keeper = await rig.decided("a")
     rig.down = True
     await rig.until(lambda: not keeper.leading)
     assert rig.happened[-1] == ("lost", "a")
@@ -120,8 +118,7 @@ async def test_with_other_replicas_an_unreachable_store_costs_the_lease_before_i
 
 
 async def test_alone_an_unreachable_store_costs_nothing(rig):
-    keeper = rig.start("a", alone=True)
-    await keeper.decided(5)
+    keeper = await rig.decided("a", alone=True)
     rig.down = True
     await rig.after("renew_lease", LONGER_THAN_A_LEASE)
     assert keeper.leading
@@ -140,8 +137,7 @@ async def test_a_lease_that_ran_out_in_the_store_is_said_to_be_anothers_only_if_
     rig, alone
 ):
     with structlog.testing.capture_logs() as logs:
-        keeper = rig.start("a", alone=alone)
-        await keeper.decided(5)
+        await rig.decided("a", alone=alone)
         rig.store = MemoryStore(rig.clock)
         await rig.until(lambda: ("lost", "a") in rig.happened)
     (why,) = [line["why"] for line in logs if line["event"] == "lease_lost"]
@@ -149,8 +145,7 @@ async def test_a_lease_that_ran_out_in_the_store_is_said_to_be_anothers_only_if_
 
 
 async def test_the_term_rises_above_what_ranks_know(rig):
-    keeper = rig.start("a")
-    await keeper.decided(5)
+    keeper = await rig.decided("a")
     keeper.raise_term(40)
     assert not keeper.leading
     await keeper.decided(5)
@@ -158,24 +153,14 @@ async def test_the_term_rises_above_what_ranks_know(rig):
     assert ("lost", "a") not in rig.happened, "the machine stepped down by itself"
 
 
-async def test_waiting_for_a_decision_ends(rig):
-    rig.down = True
-    keeper = rig.start("a")
-    await keeper.decided(0.05)
-    assert not keeper.leading
-    await keeper.release()
-
-
 async def test_a_lease_that_is_yielded_is_free_and_not_sought_before_ranks_come(rig):
-    one = rig.start("a")
-    await one.decided(5)
+    one = await rig.decided("a")
     await one.yield_lease("nobody reaches it")
     assert not one.leading
     assert one.winner is None
     assert rig.happened[-1] == ("lost", "a")
     asked = rig.calls["acquire_lease"]
-    two = rig.start("b")
-    await two.decided(5)
+    two = await rig.decided("b")
     assert two.leading
     await rig.after("renew_lease", LONGER_THAN_A_LEASE)
     assert rig.calls["acquire_lease"] == asked + 1, "only the other replica asks for it"
@@ -187,8 +172,7 @@ async def test_a_lease_that_is_yielded_is_free_and_not_sought_before_ranks_come(
 @pytest.mark.parametrize("ends", ["fails", "times out"])
 async def test_a_renewal_that_fails_after_the_lease_was_yielded_leaves_no_fault(rig, ends):
     """The store is not asked for it again, so the fault would last until a rank comes."""
-    one = rig.start("a")
-    await one.decided(5)
+    one = await rig.decided("a")
     asked, yielded, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
     renew = rig._ask
 
@@ -237,8 +221,7 @@ async def test_a_lease_counts_from_before_it_was_asked_for(rig, asked):
 
 
 async def test_a_fenced_write_that_the_machine_does_not_know_of_costs_the_lease(rig):
-    keeper = rig.start("a")
-    await keeper.decided(5)
+    keeper = await rig.decided("a")
     keeper.lose("term 9 has taken over")
     assert not keeper.leading
     assert rig.happened[-1] == ("lost", "a")
@@ -247,8 +230,7 @@ async def test_a_fenced_write_that_the_machine_does_not_know_of_costs_the_lease(
 
 
 async def test_a_lease_that_cannot_be_given_back_is_given_up_all_the_same(rig):
-    keeper = rig.start("a")
-    await keeper.decided(5)
+    keeper = await rig.decided("a")
     rig.down = True
     await keeper.release()
     assert not keeper.leading
@@ -274,8 +256,7 @@ DROPPED = OVER - 0.03
 async def test_a_lease_is_dropped_one_renewal_before_it_runs_out_and_not_earlier(rig):
     """R13: after that another replica may hold it before the next renewal has failed."""
     rig.clock.still_at = BEGIN - 0.2
-    keeper = rig.start("a")
-    await keeper.decided(deadline(5))
+    keeper = await rig.decided("a")
     rig.clock.still_at = BEGIN
     await rig.after("renew_lease", 1)
     rig.down = True
@@ -289,8 +270,7 @@ async def test_a_lease_is_dropped_one_renewal_before_it_runs_out_and_not_earlier
 
 async def test_an_answer_is_awaited_for_as_long_as_the_lease_is_held(rig):
     rig.clock.still_at = 100.0
-    keeper = rig.start("a")
-    await keeper.decided(deadline(5))
+    keeper = await rig.decided("a")
     rig.silent, began = True, time.monotonic()
     await rig.until(lambda: not keeper.leading)
     assert time.monotonic() - began > 0.25
@@ -367,8 +347,7 @@ async def test_a_store_that_failed_is_asked_again_soon(rig, monkeypatch):
 
 
 async def test_a_lease_that_the_machine_has_lost_is_dropped_without_telling_it(rig):
-    keeper = rig.start("a")
-    await keeper.decided(deadline(5))
+    keeper = await rig.decided("a")
     keeper.drop("term 9 has taken over")
     assert not keeper.leading and rig.happened == [("won", "a", 1)]
     asked, keeper.renew_s = rig.calls["renew_lease"], 1000.0
@@ -427,8 +406,7 @@ async def test_after_a_failure_the_store_is_asked_again_before_the_lease_is_drop
 
 
 async def test_a_new_deployment_is_listed_once_it_is_claimed(rig):
-    keeper = rig.start("a", lasting=False)
-    await keeper.decided(5)
+    keeper = await rig.decided("a", lasting=False)
     await rig.after("renew_lease", 1)
     assert not keeper.lasting and await rig.store.deployments() == []
     await keeper.claim()
@@ -455,8 +433,7 @@ async def test_a_deployment_that_another_replica_leads_cannot_be_claimed(rig, he
 async def test_a_released_lease_is_free_and_a_new_deployment_can_be_forgotten(
     rig, lasting, forget, next_term
 ):
-    keeper = rig.start("a", lasting=lasting)
-    await keeper.decided(5)
+    keeper = await rig.decided("a", lasting=lasting)
     keeper.want = lambda: None
     keeper._wanted.clear()
     await keeper.release(forget=forget)
@@ -468,6 +445,5 @@ async def test_a_released_lease_is_free_and_a_new_deployment_can_be_forgotten(
 
 async def test_a_deployment_with_records_is_claimed_already(rig):
     await rig.store.store_document(DEMO, "policy", {}, 1)
-    keeper = rig.start("a", lasting=False)
-    await keeper.decided(5)
+    keeper = await rig.decided("a", lasting=False)
     assert keeper.leading and keeper.lasting
