@@ -7,16 +7,15 @@ import time
 from typing import Any
 
 from evenkeel_moe.agent import Agent, AgentConfig, GateFailed
-from evenkeel_moe.model.ids import DeploymentId, EpRank
-from evenkeel_moe.protocol.messages import Ack, Commit, RankIdentity, Vote
+from evenkeel_moe.protocol.messages import Ack, Commit, Vote
 from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome
 from tests.agent.ranks import (
     CPU,
-    GENERATION,
     LEADER,
     Group,
     ToyMaps,
     ToyWeights,
+    identity_of,
     run_ranks,
     shape_of,
 )
@@ -45,6 +44,11 @@ class PortLink:
     def say(self, message, stream=1):
         self.listener.received(stream, message)
 
+    def accept(self, stream=1):
+        """Accept the rank as the controller does, and ask for frequent reports."""
+        flow = FlowControl(report_interval_s=0.02)
+        self.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 30.0, flow), stream)
+
     def expect(self, kind, where=lambda message: True):
         """Wait for the next message of a kind; drop those before it."""
         ends_at = time.monotonic() + deadline(20)
@@ -58,6 +62,22 @@ class PortLink:
         while not self.sent.empty():
             assert not isinstance(self.sent.get()[1], kind)
         return True
+
+
+def make_agent(config, placement, group, weights, maps, link, **options):
+    """Return the agent of a rank that starts at epoch 0 on a CPU; collective over the group."""
+    rank = config.identity.rank
+    return Agent(
+        config,
+        placement,
+        0,
+        weights,
+        maps,
+        connect=lambda name, device: group.connect(rank, name, device),
+        device=CPU,
+        link=link,
+        **options,
+    )
 
 
 class Fleet:
@@ -91,9 +111,8 @@ class Fleet:
                 thread.start()
 
     def config(self, rank, **changes):
-        identity = RankIdentity(DeploymentId("toy"), EpRank(rank), GENERATION, 1000 + rank)
         values = {
-            "identity": identity,
+            "identity": identity_of(rank),
             "shape": shape_of(self.old),
             "node": "node-0",
             "staging_bytes": 1 << 16,
@@ -105,15 +124,13 @@ class Fleet:
 
     def _make(self, rank):
         config = self.config(rank) if self.make_config is None else self.make_config(self, rank)
-        return Agent(
+        return make_agent(
             config,
             self.old,
-            0,
+            self.group,
             self.weights[rank],
             self.maps[rank],
-            connect=lambda name, device: self.group.connect(rank, name, device),
-            device=CPU,
-            link=self.links[rank],
+            self.links[rank],
             on_swap=lambda record, placement: self.save(rank, record, placement),
             **self.hooks(rank),
         )
@@ -157,8 +174,7 @@ class Fleet:
 
     def register(self):
         for link in self.links:
-            flow = FlowControl(report_interval_s=0.05)
-            link.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 5.0, flow))
+            link.accept()
 
     def say(self, message, ranks=None):
         for rank in range(self.size) if ranks is None else ranks:

@@ -4,18 +4,15 @@ from typing import Any
 
 import torch
 
-from evenkeel_moe.agent import Agent, AgentConfig, EngineMoves
-from evenkeel_moe.model.ids import DeploymentId, EpRank
-from evenkeel_moe.protocol.messages import Commit, RankIdentity, Vote
-from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome
-from tests.agent.fleet import PortLink
+from evenkeel_moe.agent import AgentConfig, EngineMoves
+from evenkeel_moe.protocol.messages import Commit, Vote
+from tests.agent.fleet import PortLink, make_agent
 from tests.agent.ranks import (
-    CPU,
-    GENERATION,
     LEADER,
     Group,
     ToyWeights,
     expert_tensors,
+    identity_of,
     prepare_for,
     run_ranks,
     shape_of,
@@ -122,12 +119,11 @@ class Guests:
         for engine, agent, link in zip(self.engines, self.agents, self.links, strict=True):
             engine.agent = agent
             assert link.ready.wait(deadline(20))
-            flow = FlowControl(report_interval_s=0.05)
-            link.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 5.0, flow))
+            link.accept()
 
     def _make(self, rank):
         config = AgentConfig(
-            identity=RankIdentity(DeploymentId("toy"), EpRank(rank), GENERATION, 1000 + rank),
+            identity=identity_of(rank),
             shape=shape_of(self.old),
             node="node-0",
             staging_bytes=1 << 20,
@@ -136,18 +132,21 @@ class Guests:
             gate_timeout_s=2.0,
             canary_step_s=1.0,
         )
-        return Agent(
+        return make_agent(
             config,
             self.old,
-            0,
+            self.group,
             self.engines[rank].weights,
             self.moves[rank],
-            connect=lambda name, device: self.group.connect(rank, name, device),
-            device=CPU,
-            link=self.links[rank],
+            self.links[rank],
             probe=self.engines[rank].answer if self.answers else None,
             **self.hooks,
         )
+
+    def let(self, **attributes):
+        """Set attributes of both engines."""
+        for engine in self.engines:
+            vars(engine).update(attributes)
 
     def steps(self, count):
         for _ in range(count):

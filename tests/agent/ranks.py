@@ -9,11 +9,11 @@ import torch.distributed
 
 from evenkeel_moe.adapters.torch.checksum import checksum
 from evenkeel_moe.adapters.torch.groups import make_communicator
-from evenkeel_moe.model.ids import Epoch, Generation, PlanId
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.model.plan import Transfer, Wave, WaveKey
 from evenkeel_moe.model.topology import ModelShape
-from evenkeel_moe.protocol.messages import Leader, Prepare
+from evenkeel_moe.protocol.messages import Leader, Prepare, RankIdentity
 from tests.waiting import deadline
 
 _distributed: Any = torch.distributed
@@ -141,6 +141,10 @@ def shape_of(placement, **changes):
         "bytes_per_expert": EXPERT_BYTES,
     }
     return ModelShape(**{**values, **changes})
+
+
+def identity_of(rank, name="toy"):
+    return RankIdentity(DeploymentId(name), EpRank(rank), GENERATION, 1000 + rank)
 
 
 def prepare_for(

@@ -18,7 +18,6 @@ from evenkeel_moe.agent.checksums import checksums_digest
 from evenkeel_moe.agent.network_thread import watch_clock
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.errors import InvalidInput, Reason
-from evenkeel_moe.model.ids import DeploymentId, EpRank
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase
 from evenkeel_moe.protocol.messages import (
     Abort,
@@ -26,7 +25,6 @@ from evenkeel_moe.protocol.messages import (
     Ack,
     Commit,
     QueryState,
-    RankIdentity,
     RankState,
     StagingProgress,
     TermRefused,
@@ -38,11 +36,11 @@ from tests.adapters.serving import Listener
 from tests.agent.fleet import Fleet, PortLink
 from tests.agent.ranks import (
     EXPERT_BYTES,
-    GENERATION,
     LEADER,
     ToyMaps,
     ToyWeights,
     expert_tensors,
+    identity_of,
     prepare_for,
     run_ranks,
     shape_of,
@@ -324,7 +322,7 @@ def test_ranks_that_disagree_on_the_gate_only_observe():
 
 
 def test_a_name_that_no_controller_accepts_is_refused():
-    identity = RankIdentity(DeploymentId("My Model!"), EpRank(0), GENERATION, 1)
+    identity = identity_of(0, "My Model!")
     with pytest.raises(InvalidInput, match=r"deployment 'My Model!' is not \[a-z0-9\]"):
         AgentConfig(identity, shape_of(OLD), "node")
 
@@ -443,9 +441,8 @@ def test_a_last_message_that_nobody_takes_does_not_hold_the_engine_up(monkeypatc
             await asyncio.Event().wait()
 
     monkeypatch.setattr(network_thread, "_LAST_MESSAGE_S", 0.01)
-    identity = RankIdentity(DeploymentId("toy"), EpRank(0), GENERATION, 5)
     link, side = Stuck(), CountingSide.DESTINATION
-    thread = network_thread.NetworkThread(link, Recorder(8, 1, 1), identity, side)
+    thread = network_thread.NetworkThread(link, Recorder(8, 1, 1), identity_of(0), side)
     thread.start(Listener(None))
     assert link.ready.wait(deadline(10))
     thread.close(planned=True, timeout_s=deadline(10))
@@ -455,8 +452,7 @@ def test_a_last_message_that_nobody_takes_does_not_hold_the_engine_up(monkeypatc
 def test_a_report_that_fails_does_not_end_the_reporter(monkeypatch):
     monkeypatch.setattr(network_thread, "_RESTART_AFTER_S", 0.01)
     recorder, link = OnceUnreadable(8, 1, 1), PortLink()
-    identity = RankIdentity(DeploymentId("toy"), EpRank(0), GENERATION, 5)
-    thread = network_thread.NetworkThread(link, recorder, identity, CountingSide.DESTINATION)
+    thread = network_thread.NetworkThread(link, recorder, identity_of(0), CountingSide.DESTINATION)
     listener: Any = None
     with structlog.testing.capture_logs() as logs:
         thread.start(listener)
@@ -498,19 +494,22 @@ async def told_of(*readings):
     return told
 
 
-async def test_only_changes_are_told():
-    first, ripple, lower = DeviceClock(0.95), DeviceClock(0.96), DeviceClock(0.80, "heat")
-    assert await told_of(first, ripple, first, lower, lower) == [first, lower]
+FALLING = [DeviceClock(0.95 - 0.01 * step) for step in range(5)]
+USUAL, RIPPLE, LOWER = DeviceClock(0.95), DeviceClock(0.96), DeviceClock(0.80, "heat")
 
 
-async def test_a_slow_fall_is_told_in_steps():
-    falling = [DeviceClock(0.95 - 0.01 * step) for step in range(5)]
-    assert await told_of(*falling) == [falling[0], falling[2], falling[4]]
-
-
-async def test_what_limits_the_clock_is_told_although_the_clock_is_the_same():
-    assert len(await told_of(DeviceClock(0.9), DeviceClock(0.9, "power"))) == 2
-
-
-async def test_an_idle_device_tells_nothing():
-    assert await told_of(None, None) == []
+@pytest.mark.parametrize(
+    ("readings", "told"),
+    [
+        ([USUAL, RIPPLE, USUAL, LOWER, LOWER], [USUAL, LOWER]),
+        (FALLING, FALLING[::2]),
+        (
+            [DeviceClock(0.9), DeviceClock(0.9, "power")],
+            [DeviceClock(0.9), DeviceClock(0.9, "power")],
+        ),
+        ([None, None], []),
+    ],
+    ids=["only changes", "a slow fall in steps", "what limits the same clock", "an idle device"],
+)
+async def test_the_clock_is_told_when_it_has_changed(readings, told):
+    assert await told_of(*readings) == told

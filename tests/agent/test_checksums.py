@@ -10,14 +10,13 @@ from evenkeel_moe.adapters.torch.checksum import checksum
 from evenkeel_moe.agent import AgentConfig
 from evenkeel_moe.agent.checksums import agree_on_checksums, agree_on_start, checksums_digest
 from evenkeel_moe.errors import PeerViolation, Reason
-from evenkeel_moe.model.ids import DeploymentId, EpRank, Generation
+from evenkeel_moe.model.ids import Generation
 from evenkeel_moe.model.placement import EMPTY, Placement
 from evenkeel_moe.protocol.messages import (
     Abort,
     AbortAnswer,
     Commit,
     MovedAnswers,
-    RankIdentity,
     Vote,
 )
 from tests.agent.fleet import Fleet
@@ -27,6 +26,7 @@ from tests.agent.ranks import (
     Group,
     ToyWeights,
     expert_tensors,
+    identity_of,
     prepare_for,
     run_ranks,
     shape_of,
@@ -90,9 +90,9 @@ def test_the_first_fact_on_which_ranks_disagree_is_named(first):
 
     def work(rank):
         other = [rank == 1 and index >= first for index in range(len(FACTS))]
-        name, generation = DeploymentId(f"d{int(other[1])}"), Generation(f"{other[0]}")
+        identity = identity_of(rank, f"d{int(other[1])}")
         config = AgentConfig(
-            RankIdentity(name, EpRank(rank), generation, 1),
+            dataclasses.replace(identity, generation=Generation(f"{other[0]}")),
             shape_of(TWICE, top_k=1 + other[5]),
             "node",
             weights_version=1 + other[4],

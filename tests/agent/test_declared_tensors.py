@@ -9,15 +9,14 @@ from evenkeel_moe.agent.checksums import agree_on_start
 from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.declared_tensors import agree_on_tensors
 from evenkeel_moe.errors import InvalidInput, PeerViolation, ShapeMismatch, Unavailable
-from evenkeel_moe.model.ids import DeploymentId, EpRank
-from evenkeel_moe.protocol.messages import RankIdentity
+from evenkeel_moe.model.ids import EpRank
 from tests.agent.fleet import Fleet
 from tests.agent.ranks import (
     CPU,
     EXPERT_BYTES,
-    GENERATION,
     Group,
     ToyWeights,
+    identity_of,
     run_ranks,
     shape_of,
     two_rank_placements,
@@ -170,9 +169,7 @@ def test_a_rank_that_cannot_make_its_parts_is_refused_and_no_other_rank_waits(li
     assert isinstance(found[0], Unavailable) and "ranks [1] cannot" in str(found[0])
 
 
-START = AgentConfig(
-    RankIdentity(DeploymentId("toy"), EpRank(0), GENERATION, 1), shape_of(MAP), "node"
-)
+START = AgentConfig(identity_of(0), shape_of(MAP), "node")
 
 
 @pytest.mark.parametrize(

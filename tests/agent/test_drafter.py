@@ -1,9 +1,8 @@
 """A drafter (MTP) is a second deployment of the same ranks, with an agent of its own."""
 
-from evenkeel_moe.model.ids import DeploymentId, EpRank
-from evenkeel_moe.protocol.messages import Ack, Commit, RankIdentity, Vote
+from evenkeel_moe.protocol.messages import Ack, Commit, Vote
 from tests.agent.fleet import Fleet
-from tests.agent.ranks import GENERATION, LEADER, Group, prepare_for, two_rank_placements
+from tests.agent.ranks import LEADER, Group, identity_of, prepare_for, two_rank_placements
 
 TARGET_OLD, TARGET_NEW = two_rank_placements()
 DRAFTER_OLD, DRAFTER_NEW = two_rank_placements(layers=1)
@@ -27,8 +26,7 @@ class Drafter(Fleet):
 
     @staticmethod
     def _named(fleet, rank):
-        identity = RankIdentity(DeploymentId("toy-mtp"), EpRank(rank), GENERATION, 2000 + rank)
-        return fleet.config(rank, identity=identity)
+        return fleet.config(rank, identity=identity_of(rank, "toy-mtp"))
 
 
 class WithDrafter(Fleet):

@@ -23,11 +23,8 @@ from evenkeel_moe.protocol.messages import (
 )
 from evenkeel_moe.wire.link import (
     CostCurve,
-    FlowControl,
     Heartbeat,
     KvCache,
-    Registration,
-    RegistrationOutcome,
 )
 from tests.agent.guests import NEW, OLD, Guests
 from tests.agent.ranks import LEADER, prepare_for, registered_prepare, run_ranks
@@ -49,8 +46,7 @@ def test_the_engine_copies_and_every_rank_is_at_the_new_epoch():
 
 def test_until_the_last_layer_the_rank_reports_swapping_and_the_old_epoch():
     with Guests(OLD) as guests:
-        for engine in guests.engines:
-            engine.stop_after = 1
+        guests.let(stop_after=1)
         prepare, _ = guests.order(NEW)
         guests.steps(14)
         guests.say(QueryState(LEADER, query=7))
@@ -62,8 +58,7 @@ def test_until_the_last_layer_the_rank_reports_swapping_and_the_old_epoch():
                 0,
                 prepare.wave,
             )
-        for engine in guests.engines:
-            engine.stop_after = None
+        guests.let(stop_after=None)
         guests.steps(10)
         for link in guests.links:
             assert link.expect(Ack).epoch == 1
@@ -72,8 +67,7 @@ def test_until_the_last_layer_the_rank_reports_swapping_and_the_old_epoch():
 def test_steps_go_on_counting_while_the_gate_rests():
     """The controller's deadlines count steps: a stopped move must not look like a stopped fleet."""
     with Guests(OLD) as guests:
-        for engine in guests.engines:
-            engine.stop_after = 0
+        guests.let(stop_after=0)
         guests.order(NEW)
         guests.steps(40)
         assert guests.moves[0].move is not None
@@ -82,8 +76,7 @@ def test_steps_go_on_counting_while_the_gate_rests():
 
 def test_an_engine_that_stops_half_way_is_trouble_until_the_move_ends():
     with Guests(OLD) as guests:
-        for engine in guests.engines:
-            engine.stop_after = 1
+        guests.let(stop_after=1)
         guests.order(NEW)
         guests.steps_until(lambda: all(guests.troubles()))
         for agent in guests.agents:
@@ -92,7 +85,7 @@ def test_an_engine_that_stops_half_way_is_trouble_until_the_move_ends():
             assert agent.observe_only
         for engine in guests.engines:
             assert engine.weights.holds(Placement(engine.map, 2, 4)), "every layer is whole"
-            engine.stop_after = None
+        guests.let(stop_after=None)
         guests.steps(10)
         assert guests.troubles() == ["", ""]
         for agent, link in zip(guests.agents, guests.links, strict=True):
@@ -102,7 +95,7 @@ def test_an_engine_that_stops_half_way_is_trouble_until_the_move_ends():
 
 def test_a_known_fault_is_named_at_once():
     with Guests(OLD, stall_after_s=1000.0) as guests:
-        guests.engines[0].stop_after = guests.engines[1].stop_after = 0
+        guests.let(stop_after=0)
         guests.order(NEW)
         guests.steps(12)
         assert guests.troubles() == ["", ""]
@@ -114,8 +107,7 @@ def test_a_known_fault_is_named_at_once():
 def test_a_map_that_is_not_the_agreed_one_ends_the_wave_and_the_next_plan_works():
     with Guests(OLD) as guests:
         found = OLD.with_rows((0,), NEW.phy2log[:1])
-        for engine in guests.engines:
-            engine.target_map = found.phy2log
+        guests.let(target_map=found.phy2log)
         prepare, _ = guests.order(NEW)
         guests.steps(20)
         for agent, moves, link in zip(guests.agents, guests.moves, guests.links, strict=True):
@@ -124,8 +116,7 @@ def test_a_map_that_is_not_the_agreed_one_ends_the_wave_and_the_next_plan_works(
             assert answer.outcome is WaveOutcome.DROPPED
             assert (moves.move, agent.epoch, agent.placement) == (None, 1, found)
         assert guests.troubles() == ["", ""]
-        for engine in guests.engines:
-            engine.target_map = None
+        guests.let(target_map=None)
         order_back(guests)
         guests.steps(20)
         assert [link.expect(Ack).epoch for link in guests.links] == [2, 2]
@@ -133,8 +124,7 @@ def test_a_map_that_is_not_the_agreed_one_ends_the_wave_and_the_next_plan_works(
 
 def test_an_engine_that_moves_nothing_stays_at_its_epoch():
     with Guests(OLD) as guests:
-        for engine in guests.engines:
-            engine.target_map = OLD.phy2log
+        guests.let(target_map=OLD.phy2log)
         prepare, _ = guests.order(NEW)
         guests.steps(20)
         for agent, link in zip(guests.agents, guests.links, strict=True):
@@ -146,8 +136,7 @@ def test_an_engine_that_moves_nothing_stays_at_its_epoch():
 
 def test_a_map_without_an_expert_is_trouble_until_a_restart():
     with Guests(OLD) as guests:
-        for engine in guests.engines:
-            engine.wrong_map = True
+        guests.let(wrong_map=True)
         guests.order(NEW)
         guests.steps(20)
         for agent in guests.agents:
@@ -347,8 +336,7 @@ def test_hooks_that_nobody_would_call_are_refused():
 def test_moved_experts_are_asked_once_the_engine_has_moved_them(forgets):
     """The checksums agree: the engine forgets what it has not declared."""
     with Guests(OLD, answers=True) as guests:
-        for engine in guests.engines:
-            engine.forgets = forgets
+        guests.let(forgets=forgets)
         prepare, _ = guests.order(NEW)
         guests.steps(20)
         for link, moved in zip(guests.links, (4, 2), strict=True):
@@ -371,9 +359,7 @@ def test_facts_are_sent_on_every_stream_and_a_newer_one_replaces_its_kind():
         for fact in (curve, KvCache(1, 1), cache):
             guests.agents[0].tell(fact)
             assert guests.links[0].expect(type(fact)) == fact
-        guests.links[0].say(
-            Registration(RegistrationOutcome.ACCEPTED, 1.0, 5.0, FlowControl(0.05)), stream=2
-        )
+        guests.links[0].accept(stream=2)
         assert guests.links[0].expect(CostCurve) == curve
         assert guests.links[0].expect(KvCache) == cache
 
@@ -469,8 +455,7 @@ def test_ranks_at_different_steps_refuse_new_weights():
 
 def test_a_move_that_cannot_end_refuses_new_weights():
     with Guests(OLD) as guests:
-        for engine in guests.engines:
-            engine.stop_after = 1
+        guests.let(stop_after=1)
         guests.order(NEW)
         guests.steps_until(lambda: guests.engines[0].stop_after == 0)
         errors = run_ranks(2, lambda rank: refused(guests.moves[rank]))
@@ -483,18 +468,6 @@ def refused(moves):
     with pytest.raises(Unavailable) as refusal:
         moves.begin_reload()
     return str(refusal.value)
-
-
-def test_weights_that_differ_between_ranks_are_trouble_until_the_next_good_ones():
-    with Guests(NEW) as guests:  # Expert 3 lies on both ranks.
-        reload(guests, versions=(1, 2))
-        for agent in guests.agents:
-            assert "replicas of 2 experts differ" in agent.heartbeat().trouble
-            assert agent.observe_only
-        reload(guests, versions=(3, 3))
-        for agent in guests.agents:
-            assert agent.heartbeat().trouble == ""
-            assert not agent.observe_only
 
 
 def test_wrong_bytes_after_a_copy_are_trouble_until_weights_are_loaded_again():

@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 from evenkeel_moe.agent import DeviceRecorder
 from evenkeel_moe.agent.recorder import Recorded, Recorder
 from evenkeel_moe.agent.reporter import Reporter
-from evenkeel_moe.model.ids import DeploymentId, EpRank
 from evenkeel_moe.model.load import CountingSide, LoadReport, Phase, StepMeta, step_table
-from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.wire.link import FlowControl
 from tests.agent.fleet import Fleet
-from tests.agent.ranks import GENERATION, two_rank_placements
+from tests.agent.ranks import identity_of, two_rank_placements
 from tests.waiting import deadline
 
 
@@ -377,8 +375,7 @@ class ListLink:
 
 def make(capacity=64, layers=1, width=1):
     recorder, link = Recorder(capacity, layers, width), ListLink()
-    identity = RankIdentity(DeploymentId("toy"), EpRank(1), GENERATION, 5)
-    return recorder, link, Reporter(recorder, identity, CountingSide.DESTINATION, link)
+    return recorder, link, Reporter(recorder, identity_of(1), CountingSide.DESTINATION, link)
 
 
 def record(recorder, *steps):
@@ -405,40 +402,30 @@ def test_steps_that_a_long_stride_leaves_out_do_not_stay_in_the_recorder():
     assert link.steps() == [[8]] and recorder.waiting == 0
 
 
-def test_unacknowledged_reports_are_sent_again_on_the_next_stream():
+@pytest.mark.parametrize(
+    ("acknowledged", "known", "again"),
+    [
+        (None, None, [[0, 1], [2, 3]]),
+        (0, None, [[0, 1], [2, 3]]),
+        (1, None, [[2, 3]]),
+        (None, 3, []),
+    ],
+    ids=["nothing", "not its last step", "a whole report", "told at the registration"],
+)
+def test_reports_are_sent_again_until_their_last_step_is_acknowledged(acknowledged, known, again):
     recorder, link, reporter = make()
     reporter.registered(FLOW, None)
     record(recorder, 0, 1, 2, 3)
     reporter.report()
-    reporter.acknowledged(1)
+    reporter.acknowledged(acknowledged)
     reporter.lost()
     record(recorder, 4)
     reporter.report()
     assert link.steps() == [[0, 1], [2, 3]]
     link.sent.clear()
-    reporter.registered(FLOW, None)
+    reporter.registered(FLOW, known)
     reporter.report()
-    assert link.steps() == [[2, 3], [4]]
-
-
-def test_a_report_is_kept_until_its_last_step_is_acknowledged():
-    recorder, link, reporter = make()
-    reporter.registered(FLOW, None)
-    record(recorder, 0, 1)
-    reporter.report()
-    reporter.acknowledged(0)
-    reporter.registered(FLOW, None)
-    assert link.steps() == [[0, 1], [0, 1]]
-
-
-def test_what_the_controller_already_has_is_not_sent_again():
-    recorder, link, reporter = make()
-    reporter.registered(FLOW, None)
-    record(recorder, 0, 1, 2, 3)
-    reporter.report()
-    link.sent.clear()
-    reporter.registered(FLOW, 3)
-    assert link.sent == []
+    assert link.steps() == [*again, [4]]
 
 
 def test_a_slow_controller_leaves_steps_in_the_ring_where_the_oldest_fall_out():

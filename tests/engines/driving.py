@@ -13,7 +13,6 @@ from evenkeel_moe.engines.guest.settings import GuestSettings
 from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.protocol.messages import Ack, Commit, StagingProgress, Vote
-from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome
 from tests.agent.ranks import LEADER, registered_prepare
 from tests.waiting import deadline
 
@@ -54,8 +53,7 @@ class DrivenRank:
     def register(self):
         """Accept the rank as the controller does, and ask for frequent reports."""
         assert self.link.ready.wait(deadline(20))
-        flow = FlowControl(report_interval_s=0.02)
-        self.link.say(Registration(RegistrationOutcome.ACCEPTED, 1.0, 30.0, flow))
+        self.link.accept()
 
     def target(self, seed=1):
         """Return a map with the slots of each layer shuffled; the same on every rank."""
