@@ -94,10 +94,8 @@ def place(rank, size):
     one = AscendRank(rank, size)
     one.steps(4)
     metas, counts = one.reported(4)
-    before, new = one.map(), one.target()
-    one.order(new)
-    one.until(lambda: one.agent.epoch == 1)
-    first = {**one.seen(), "target": new.phy2log, "before": before}
+    before = one.map()
+    first = {**one.carry_out(one.target()), "before": before}
     one.state._has_fresh_recorded_load = False
     again = one.target(seed=2)
     one.order(again, "plan-2")

@@ -224,15 +224,12 @@ def disagree_once(rank, size, *, use_async):
 
     one.guest.begin = begin_late
     before = one.map()
-    one.order(one.target(), "plan-1")
+    one.order(one.target(), "plan-0")
     one.until(lambda: one.guest.agreement.refused and one.guest.moves.move is None)
     said = one.link.expect(AbortAnswer)
     first = {"before": before, "outcome": said.outcome, **one.seen()}
     one.guest.begin = begin
-    new = one.target(seed=2)
-    vote = one.order(new, "plan-2")
-    one.until(lambda: one.agent.epoch == 1)
-    return {"first": first, "vote": vote.yes, "target": new.phy2log, **one.seen()}
+    return {"first": first, **one.carry_out(one.target(seed=2))}
 
 
 def controlled_until_it_stalls(rank, size, *, controllers, seen):

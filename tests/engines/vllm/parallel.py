@@ -14,14 +14,9 @@ def pipeline(rank, size):
     one = Rank(rank, size, use_async=True, stages=2)
     stage = rank // 2
     one.steps(4)
-    new = one.target(seed=stage)
-    vote = one.order(new)
-    one.until(lambda: one.agent.epoch == 1)
     return {
-        **one.seen(),
+        **one.carry_out(one.target(seed=stage)),
         "identity": one.agent.hello().identity,
-        "target": new.phy2log,
-        "vote": vote.yes,
     }
 
 

@@ -53,15 +53,11 @@ def between_plans(rank, size, *, use_async, way):
     """A plan, then other weights, then a second plan. vLLM also has a drafter with experts."""
     one = Rank(rank, size, use_async=use_async, drafter=True)
     one.steps(3)
-    one.order(one.target(seed=1), "plan-1")
-    one.until(lambda: one.agent.epoch == 1)
+    one.carry_out(one.target(seed=1))
     replace(one, way, version=1)
     one.step()
-    loaded = {**one.seen(), "routed": routed_right(one), "placed": one.agent.placement.phy2log}
-    new = one.target(seed=2)
-    vote = one.order(new, "plan-2")
-    one.until(lambda: one.agent.epoch == 2)
-    return {"loaded": loaded, "vote": vote, "target": new.phy2log, **one.seen()}
+    loaded = {**one.seen(), "routed": routed_right(one)}
+    return {"loaded": loaded, **one.carry_out(one.target(seed=2))}
 
 
 def during_a_move(rank, size, *, way):
@@ -75,10 +71,7 @@ def during_a_move(rank, size, *, way):
     replace(one, way, version=1)
     one.until(lambda: one.agent.epoch == 1)
     first = {"moving": moving, "target": new.phy2log, **one.seen()}
-    again = one.target(seed=2)
-    one.order(again, "plan-2")
-    one.until(lambda: one.agent.epoch == 2)
-    return {"first": first, "target": again.phy2log, **one.seen()}
+    return {"first": first, **one.carry_out(one.target(seed=2))}
 
 
 def ten_updates(rank, size):
@@ -123,16 +116,13 @@ def light_sleep(rank, size):
     one.worker.sleep(level=1)
     moving = one.guest.moves.move is not None or one.model_state.rebalanced
     one.worker.wake_up()
-    one.order(one.target(seed=2), "plan-2")
-    one.until(lambda: one.agent.epoch == 2)
-    return {**one.seen(), "moving": moving}
+    return {**one.carry_out(one.target(seed=2)), "moving": moving}
 
 
 def at_different_steps(rank, size):
     """An update reaches one rank one step later than the other: it is refused on both."""
     one = Rank(rank, size, use_async=False)
-    one.order(one.target(seed=1), "plan-1")
-    one.until(lambda: one.agent.epoch == 1)
+    one.carry_out(one.target(seed=1))
     if rank == 1:
         one.agent._gate.rest()
     try:

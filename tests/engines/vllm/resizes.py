@@ -137,7 +137,7 @@ class ElasticRank(Rank):
         if self.agent is not None and self.link is not None:
             self.register()
 
-    def whole(self):
+    def seen(self):
         """Return what a rank holds right after a resize."""
         told = None if self.agent is None else self.agent.hello()
         return {
@@ -152,13 +152,6 @@ class ElasticRank(Rank):
             "step": self.guest._step if self.guest is not None else None,
             "replicas": self.model_state.logical_replica_count.numpy().copy(),
         }
-
-    def carry_out(self, new, plan):
-        """Let the controller order a plan, and step until it has ended."""
-        epoch = self.agent.epoch + 1
-        vote = self.order(new, plan)
-        self.until(lambda: self.agent.epoch >= epoch)
-        return {**self.whole(), "target": new.phy2log, "vote": vote}
 
 
 def elastic_config(use_async, rank, size):
@@ -191,19 +184,19 @@ def two_four_three(rank, size, *, use_async):
     if rank < 2:
         one = ElasticRank(rank, 2, "start", pair, use_async=use_async)
         one.steps(6)
-        seen["two"] = one.carry_out(one.target(), "plan-2")
+        seen["two"] = one.carry_out(one.target())
         one.grow(4, "grow", whole, lambda: one.steps(20, 0.005))
     else:
         one = ElasticRank(rank, 4, "grow", whole, use_async=use_async, joins=True)
         one.joined(whole)
-    seen["grown"] = one.whole()
+    seen["grown"] = one.seen()
     one.steps(6)
-    seen["four"] = one.carry_out(lone_expert(one.agent.placement, 3), "plan-4")
+    seen["four"] = one.carry_out(lone_expert(one.agent.placement, 3))
     one.shrink(3, "shrink", three)
-    seen["shrunk"] = one.whole() if rank < 3 else {"agent": one.agent is not None}
+    seen["shrunk"] = one.seen() if rank < 3 else {"agent": one.agent is not None}
     if rank < 3:
         one.steps(6)
-        seen["three"] = one.carry_out(one.target(seed=5), "plan-3")
+        seen["three"] = one.carry_out(one.target(seed=5))
     dist.barrier()
     return seen
 
@@ -218,7 +211,7 @@ def uninvited(rank, size):
     else:
         one = ElasticRank(rank, size, "grow", whole, use_async=False, joins=True, plugged=False)
         one.joined(whole)
-    seen = one.whole()
+    seen = one.seen()
     one.steps(4)
     if one.guest is not None:  # As without the plugin: nothing is refused.
         one.guest.before_sleep(1)
@@ -247,7 +240,7 @@ def cut_short(rank, size, *, begun):
     else:
         one = ElasticRank(rank, size, "grow", whole, use_async=begun, joins=True)
         one.joined(whole)
-    seen |= one.whole()
+    seen |= one.seen()
     refused = ""
     try:
         one.guest.before_weights()
@@ -266,7 +259,7 @@ def observed(rank, size):
     else:
         one = ElasticRank(rank, size, "grow", whole, use_async=False, mode="observe", joins=True)
         one.joined(whole)
-    seen = one.whole()
+    seen = one.seen()
     one.steps(4)
     metas, _ = one.reported(4)
     return {**seen, "steps": metas["step"].tolist(), "first": seen["step"]}
@@ -285,15 +278,15 @@ def followed(rank, size, *, controllers, folder):
         one = ElasticRank(rank, 4, "grow", whole, joins=True, **served)
         one.joined(whole)
         one.hot = True
-    seen = {"grown": one.whole()}
+    seen = {"grown": one.seen()}
     one.until(lambda: one.agent.epoch > seen["grown"]["epoch"])
-    seen["four"] = one.whole()
+    seen["four"] = one.seen()
     (folder / f"four-{rank}").touch()
     one.until(lambda: (folder / "evacuated").exists(), 120)
-    seen["evacuated"] = one.whole()
+    seen["evacuated"] = one.seen()
     one.shrink(3, "shrink", three)
     if rank < 3:
-        seen["shrunk"] = one.whole()
+        seen["shrunk"] = one.seen()
         one.until(lambda: (folder / "end").exists(), 120)
     dist.barrier()
     return seen

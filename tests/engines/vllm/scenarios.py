@@ -153,6 +153,13 @@ class Rank(DrivenRank):
             if here[0] or not here[1]:
                 return
 
+    def carry_out(self, new):
+        """Let the controller order a plan, and step until it has ended."""
+        epoch = self.agent.epoch + 1
+        vote = self.order(new, f"plan-{epoch}")
+        self.until(lambda: self.agent.epoch >= epoch)
+        return {**self.seen(), "target": new.phy2log, "vote": vote}
+
     def map(self):
         return self.model_state.physical_to_logical_map.numpy().copy()
 
@@ -180,27 +187,15 @@ def place(rank, size, *, use_async, no_gain=False, step_interval=1000):
         one.state._allreduce_list = lambda tensors: [torch.zeros_like(one) for one in tensors]
     one.steps(6)
     before = one.map()
-    new = one.target()
-    vote = one.order(new)
-    one.until(lambda: one.agent.epoch == 1)
+    first = one.carry_out(one.target())
     said = one.sent(Ack | StagingProgress, is_told)
     ack = next(message for message in said if isinstance(message, Ack))
-    first = {
-        **one.seen(),
-        "before": before,
-        "target": new.phy2log,
-        "vote": vote.yes,
-        "ack": ack.epoch,
-    }
     progress = [message for message in said if isinstance(message, StagingProgress)]
-    again = one.target(seed=2)
-    one.order(again, "plan-2")
-    one.until(lambda: one.agent.epoch == 2)
-    second = one.link.expect(Ack)
+    second = one.carry_out(one.target(seed=2))
     return {
-        "first": first,
+        "first": {**first, "before": before, "ack": ack.epoch},
         "progress": [(p.bytes_done, p.bytes_total) for p in progress],
-        "second": {**one.seen(), "target": again.phy2log, "ack": second.epoch},
+        "second": {**second, "ack": one.link.expect(Ack).epoch},
     }
 
 
@@ -224,14 +219,13 @@ def leave_another_slot_empty(rank, size):
     """A slot is empty before vLLM is on ROCm, and a plan for ROCm leaves another one empty."""
     one = Rank(rank, size, use_async=False)
     one.steps(3)
-    for epoch, slot in ((1, -1), (2, -2)):
+    for slot in (-1, -2):
         old = one.agent.placement
         rows = np.where(old.phy2log == EMPTY, 0, old.phy2log)
         rows[:, slot] = EMPTY
-        vote = one.order(Placement(rows, size, old.num_logical_experts), f"plan-{epoch}")
-        one.until(lambda epoch=epoch: one.agent.epoch == epoch)
+        seen = one.carry_out(Placement(rows, size, old.num_logical_experts))
         engine.be_rocm(one.modules.state)
-    return {**one.seen(), "vote": vote, "target": rows}
+    return seen
 
 
 def second_engine(rank, size):
@@ -245,10 +239,7 @@ def second_engine(rank, size):
     del old
     gc.collect()
     one.steps(6)
-    new = one.target()
-    one.order(new)
-    one.until(lambda: one.agent.epoch == 1)
-    return {**one.seen(), "target": new.phy2log, "closed": closed, "kept": gone() is not None}
+    return {**one.carry_out(one.target()), "closed": closed, "kept": gone() is not None}
 
 
 def late_worker(rank, size, *, plans):
@@ -268,8 +259,7 @@ def late_worker(rank, size, *, plans):
     one.guest.plan = plan
     one.steps(3)
     for number in range(1, plans + 1):
-        one.order(one.target(seed=number), f"plan-{number}")
-        one.until(lambda number=number: one.agent.epoch == number)
+        one.carry_out(one.target(seed=number))
     return {**one.seen(), "late": late}
 
 
@@ -368,10 +358,7 @@ def warm(rank, size, *, path):
     """vLLM starts from a file of `evenkeel placement export`; then a plan follows."""
     one = Rank(rank, size, use_async=True, placement=path)
     one.steps(6)
-    new = one.target()
-    one.order(new)
-    one.until(lambda: one.agent.epoch == 1)
-    return {**one.seen(), "target": new.phy2log, "start": one.agent.hello().placement_digest}
+    return one.carry_out(one.target())
 
 
 def warm_start_map(rank, size, *, path, mode="place"):

@@ -86,7 +86,7 @@ def test_each_pipeline_stage_gets_plans_of_its_own():
     ]
     assert len({seen["identity"].generation for seen in found}) == 2
     for seen in found:
-        assert seen["vote"] and seen["trouble"] == ""
+        assert seen["vote"].yes and seen["trouble"] == ""
         assert np.array_equal(seen["map"], seen["target"])
         assert seen["wrong"] == []
     assert not np.array_equal(found[0]["map"], found[2]["map"])
@@ -123,7 +123,7 @@ def test_a_plan_on_which_the_ranks_did_not_agree_ends_and_the_next_one_works(use
         assert "have another step" in first["refused"]
         assert np.array_equal(first["map"], first["before"])
         assert (first["outcome"], first["epoch"], first["trouble"]) == ("dropped", 0, "")
-        assert seen["vote"] and np.array_equal(seen["map"], seen["target"])
+        assert seen["vote"].yes and np.array_equal(seen["map"], seen["target"])
         assert (seen["epoch"], seen["wrong"], seen["trouble"]) == (1, [], "")
 
 

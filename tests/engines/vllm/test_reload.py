@@ -21,7 +21,7 @@ def test_other_weights_land_where_the_plan_put_their_experts_and_the_next_plan_w
     for seen in ranks.run(SCENARIOS, "between_plans", use_async=use_async, way=way):
         loaded = seen["loaded"]
         assert loaded["wrong"] == [], "every slot of the map in use has the new bytes"
-        assert np.array_equal(loaded["map"], loaded["placed"]) and loaded["routed"]
+        assert np.array_equal(loaded["map"], loaded["placement"]) and loaded["routed"]
         assert loaded["trouble"] == ""
         assert seen["vote"].yes
         assert np.array_equal(seen["map"], seen["target"])
