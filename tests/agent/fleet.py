@@ -6,6 +6,8 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from evenkeel_moe.agent import Agent, AgentConfig, GateFailed
 from evenkeel_moe.protocol.messages import Ack, Commit, Vote
 from evenkeel_moe.wire.link import FlowControl, Registration, RegistrationOutcome
@@ -221,3 +223,20 @@ class Fleet:
         # The invariant of every test: at every step all ranks route by the same epoch.
         if not any(self.left):
             assert all(epochs == self.epochs[0] for epochs in self.epochs)
+
+
+def start_errors(kind, *args, **options):
+    """Return by rank why its agent did not start."""
+    errors = {}
+
+    class Starting(kind):  # type: ignore[misc, valid-type]
+        def _make(self, rank):
+            try:
+                return super()._make(rank)
+            except Exception as error:
+                errors[rank] = error
+                raise
+
+    with pytest.raises(Exception):  # noqa: B017
+        Starting(*args, **options)
+    return errors

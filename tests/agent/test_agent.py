@@ -27,7 +27,6 @@ from evenkeel_moe.protocol.messages import (
     QueryState,
     RankState,
     StagingProgress,
-    TermRefused,
     Vote,
     WaveOutcome,
 )
@@ -267,18 +266,6 @@ def test_heartbeats_go_on_when_the_free_memory_is_unknown(monkeypatch):
         monkeypatch.setattr("evenkeel_moe.agent.memory.free_bytes", silent)
         assert agent.heartbeat().free_bytes == before > 0
         assert agent.trouble == ""
-
-
-def test_state_has_map_and_checksums_and_lower_terms_are_refused():
-    with Fleet(OLD) as fleet:
-        fleet.say(QueryState(LEADER, want_placement=True, want_checksums=True))
-        states = [link.expect(RankState) for link in fleet.links]
-        assert states[0].placement == OLD and len(states[0].checksums) == 2 * 4
-        assert states[0].checksums == states[1].checksums
-        assert checksums_digest(states[0].checksums) == fleet.agents[0].hello().checksums_digest
-        old_leader = type(LEADER)("other", LEADER.term)
-        fleet.say(QueryState(old_leader))
-        assert fleet.links[0].expect(TermRefused).leader == LEADER
 
 
 def test_recorded_steps_and_progress_reach_the_controller():

@@ -19,7 +19,7 @@ from evenkeel_moe.protocol.messages import (
     MovedAnswers,
     Vote,
 )
-from tests.agent.fleet import Fleet
+from tests.agent.fleet import Fleet, start_errors
 from tests.agent.ranks import (
     CPU,
     LEADER,
@@ -227,19 +227,10 @@ def test_a_reload_registers_the_probes_again():
 
 def test_a_probe_on_one_rank_alone_is_refused_at_the_start():
     """Registering is collective: the other rank would not come."""
-    said = {}
-
-    class Refused(Scaled):
-        def _make(self, rank):
-            try:
-                return super()._make(rank)
-            except PeerViolation as error:
-                said[rank] = str(error).partition(" on their ")[2]
-                raise
-
-    with pytest.raises(PeerViolation):
-        Refused(OLD, probing=(0,))
-    assert said == {0: "probe; this rank has True", 1: "probe; this rank has False"}
+    errors = start_errors(Scaled, OLD, probing=(0,))
+    for rank, here in enumerate((True, False)):
+        assert isinstance(errors[rank], PeerViolation)
+        assert str(errors[rank]).endswith(f" on their probe; this rank has {here}")
 
 
 # --- Agents on real Gloo groups under a controller that does what no right one does ---------------

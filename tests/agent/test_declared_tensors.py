@@ -10,7 +10,7 @@ from evenkeel_moe.agent.config import AgentConfig
 from evenkeel_moe.agent.declared_tensors import agree_on_tensors
 from evenkeel_moe.errors import InvalidInput, PeerViolation, ShapeMismatch, Unavailable
 from evenkeel_moe.model.ids import EpRank
-from tests.agent.fleet import Fleet
+from tests.agent.fleet import Fleet, start_errors
 from tests.agent.ranks import (
     CPU,
     EXPERT_BYTES,
@@ -152,21 +152,12 @@ def test_tensors_of_a_reload_that_are_refused_are_trouble_and_the_engine_serves_
 
 @pytest.mark.parametrize("limits", [{"resolve_after": 9}, {"staging_bytes": 1 << 60}])
 def test_a_rank_that_cannot_make_its_parts_is_refused_and_no_other_rank_waits(limits):
-    class Starting(Fleet):
-        def _make(self, rank):
-            try:
-                return super()._make(rank)
-            except Exception as error:
-                found[rank] = error
-                raise
-
     def make(fleet, rank):
         return fleet.config(rank, **(limits if rank == 1 else {}))
 
-    found = {}
-    with pytest.raises((InvalidInput, RuntimeError, Unavailable)):
-        Starting(MAP, make_config=make)
-    assert isinstance(found[0], Unavailable) and "ranks [1] cannot" in str(found[0])
+    errors = start_errors(Fleet, MAP, make_config=make)
+    assert isinstance(errors[0], Unavailable) and "ranks [1] cannot" in str(errors[0])
+    assert isinstance(errors[1], InvalidInput | RuntimeError)
 
 
 START = AgentConfig(identity_of(0), shape_of(MAP), "node")

@@ -42,6 +42,8 @@ from tests.waiting import deadline, wait_until
 OLD, NEW = two_rank_placements()
 ALONE = Placement(np.array([[0, 1]], np.int32), 1, 2)
 SWAPPED = Placement(np.array([[1, 0]], np.int32), 1, 2)
+OPEN = Placement(np.array([[0, 1, -1]], np.int32), 1, 2)
+FILLED = Placement(np.array([[0, 1, 0]], np.int32), 1, 2)
 
 
 class Stuck(ToyWeights):
@@ -246,12 +248,10 @@ def test_a_rank_reserves_its_own_slots_only(rank):
 
 def test_what_a_failed_wave_reserved_is_released_at_once():
     """R7: nothing of it is left, whenever its Abort comes."""
-    empty = Placement(np.array([[0, 1, -1]], np.int32), 1, 2)
-    filled = Placement(np.array([[0, 1, 0]], np.int32), 1, 2)
-    with working(old=empty) as (worker, transport, events):
+    with working(old=OPEN) as (worker, transport, events):
         weights = transport.weights
         assert not transport.staged
-        worker.stage(prepare_for(empty, filled, checksums=(1,)), empty, filled)
+        worker.stage(prepare_for(OPEN, FILLED, checksums=(1,)), OPEN, FILLED)
         assert worker.wait_until_idle(deadline(20))
         [failed] = events.events
         assert failed.reason is Reason.CHECKSUM_MISMATCH
@@ -261,12 +261,10 @@ def test_what_a_failed_wave_reserved_is_released_at_once():
 
 def test_what_a_staged_wave_reserved_is_released_when_the_worker_closes():
     """The slots may go to an agent of another group."""
-    empty = Placement(np.array([[0, 1, -1]], np.int32), 1, 2)
-    filled = Placement(np.array([[0, 1, 0]], np.int32), 1, 2)
-    with working(old=empty) as (worker, transport, _):
+    with working(old=OPEN) as (worker, transport, _):
         weights = transport.weights
-        right = tuple(checksum(weights.tensors(0, slot)) for slot in (0,))
-        worker.stage(prepare_for(empty, filled, checksums=right), empty, filled)
+        right = (checksum(weights.tensors(0, 0)),)
+        worker.stage(prepare_for(OPEN, FILLED, checksums=right), OPEN, FILLED)
         assert worker.wait_until_idle(deadline(20))
         assert len(weights.reserved) == 1 and not weights.released
         assert worker.close(deadline(20))
