@@ -99,10 +99,6 @@ class Registered:
     worst: tuple[int, int]
     """(layer, expert) that has this noise."""
 
-    def answer(self, layer: int, expert: int) -> Answer:
-        """Return what an expert answered."""
-        return held_answer(self.answers[layer, expert])
-
     def tolerance(self, limit: float) -> float:
         """Return the largest distance that counts as no difference; 0 compares bits.
 
@@ -232,7 +228,8 @@ class Canary:
         if answer is None:
             moved = due.suspect[0] if due.suspect is not None else due
             return Judged(ended=self._count(moved, "gone"))
-        apart = answers_apart(self._registered.answer(due.layer, due.expert), answer)
+        registered = held_answer(self._registered.answers[due.layer, due.expert])
+        apart = answers_apart(registered, answer)
         if due.suspect is not None:
             moved, far = due.suspect
             if self.tolerance < apart <= self._limit:

@@ -74,6 +74,8 @@ class EngineGuest(HostEngine, ABC):
         self._times: ExpertTimes | None = None
         """None if the seconds of the experts are not measured."""
         self._top_k = 1
+        self._slots = slice(0)
+        """Of this rank."""
         self._step = 0
         self._due = False
         """The engine must start a rebalance at the current step."""
@@ -181,6 +183,7 @@ class EngineGuest(HostEngine, ABC):
             )
 
         self._top_k = shape.top_k
+        self._slots = slice(rank * shape.slots_per_rank, (rank + 1) * shape.slots_per_rank)
         self._counts = StepCounts(shape.num_logical_experts)
         self.agent = together(self, "start an agent", make, Agent.close)
         self._tell_kv_cache()

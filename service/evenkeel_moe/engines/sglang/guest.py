@@ -77,7 +77,6 @@ class SglangGuest(EngineGuest):
         self._layers: dict[torch.device, Tensor] = {}
         self._side = CountingSide.SOURCE
         self._routes_own = True
-        self._local = slice(0)
         self._counted: Tensor | None = None
         self._tokens: int | None = None
         self._rids: Sequence[str] | None = None
@@ -112,7 +111,6 @@ class SglangGuest(EngineGuest):
         require_plugin_in_group(self._plan_group(), self.settings.group_timeout_s)
         shape = together(self, "read the model", self._read_model)
         rank, metadata = _distributed.get_rank(), access.metadata()
-        self._local = slice(rank * shape.slots_per_rank, (rank + 1) * shape.slots_per_rank)
 
         def read() -> EngineFacts:
             device = torch.device(metadata.physical_to_logical_map.device)
@@ -250,16 +248,14 @@ class SglangGuest(EngineGuest):
         if self._side is CountingSide.SOURCE:
             held = access.metadata().physical_to_logical_map
             phy2log = held[self._layers_on(held.device)].to(by_slot.device)
-            own = own or is_health_check(self._rids)
-            note = StepNote(step, agent.epoch, own, self._tokens, seconds)
-            counts.take(by_slot, phy2log, partial(self._deliver, agent, note))
-            return
-        # While layers are switched one by one, the slots follow no single epoch's map. The step
-        # is then reported as a dummy. A health check of one rank is not: the slots of this rank
-        # got tokens of the other ranks too.
-        mixed = self.moves.move is not None
-        note = StepNote(step, agent.epoch, own or mixed, self._tokens, seconds)
-        counts.take(by_slot[:, self._local], None, partial(self._deliver, agent, note))
+            is_dummy = own or is_health_check(self._rids)
+        else:
+            by_slot, phy2log = by_slot[:, self._slots], None
+            # While layers are switched one by one, the slots follow no single epoch's map. A health
+            # check of one rank is no dummy: the slots of this rank got tokens of other ranks too.
+            is_dummy = own or self.moves.move is not None
+        note = StepNote(step, agent.epoch, is_dummy, self._tokens, seconds)
+        counts.take(by_slot, phy2log, partial(self._deliver, agent, note))
 
     def _layers_on(self, device: torch.device) -> Tensor:
         """Return the (L,) int64 MoE layers; cached, because the copy to a device waits."""

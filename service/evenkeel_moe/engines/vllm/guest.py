@@ -93,8 +93,6 @@ class VllmGuest(EngineGuest):
         """The map that the planner gave vLLM for the plan under way."""
         self._warned_of_counts = False
         self._side = counting_side(state)
-        self._slots = slice(0)
-        """Of this rank."""
         self._place_in_batch, self._ranks_of_batch = 0, 1
         """Position and number of the ranks that get the same batch: the tensor-parallel group."""
         self._rank: int | None = None
@@ -159,8 +157,6 @@ class VllmGuest(EngineGuest):
         group = self._group
         size, rank = int(group.world_size), int(group.rank_in_group)
         shape = together(self, "read the model", lambda: read_shape(model_state, size))
-        first = rank * shape.slots_per_rank
-        self._slots = slice(first, first + shape.slots_per_rank)
         tensor_group = self._groups.get_tp_group()
         self._place_in_batch = int(tensor_group.rank_in_group)
         self._ranks_of_batch = int(tensor_group.world_size)
