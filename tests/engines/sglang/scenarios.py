@@ -137,7 +137,6 @@ class Rank(DrivenRank):
             "placement": self.agent.placement.phy2log,
             "wrong": self.model.wrong_slots(self.metadata.physical_to_logical_map_cpu),
             "trouble": self.agent.trouble,
-            "steps": self.taken,
         }
 
 
@@ -287,7 +286,6 @@ def refused(rank, size, *, options):
     return {
         "agent": one.agent is not None,
         "said": [line for line in said if line["event"] == "guest_not_started"],
-        "steps": one.taken,
     }
 
 

@@ -143,7 +143,7 @@ def test_moves_of_sglangs_own_planner_are_followed():
 def test_a_plan_that_sglang_leaves_out_ends_and_plans_go_on_once_it_rebalances_again():
     for seen in ranks.once(SCENARIOS, "disabled"):
         off = seen["off"]
-        assert (off["epoch"], off["wrong"], off["trouble"], off["steps"]) == (0, [], "", 35)
+        assert (off["epoch"], off["wrong"], off["trouble"]) == (0, [], "")
         assert "SGLang's rebalancing is off: scaling" in seen["late"].detail
         assert np.array_equal(seen["moe"], seen["target"])
         assert (seen["epoch"], seen["wrong"], seen["trouble"]) == (1, [], "")
@@ -177,7 +177,6 @@ def test_groups_that_are_not_supported_are_refused_with_the_numbers(options, wor
         assert not seen["agent"]
         (line,) = seen["said"]
         assert line["reason"] == "unsupported" and words in line["detail"]
-        assert seen["steps"] == 6
 
 
 def test_ranks_wait_for_each_other_for_less_than_sglangs_watchdog():

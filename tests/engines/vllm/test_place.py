@@ -106,7 +106,6 @@ def test_a_worker_that_died_is_named_and_serving_goes_on():
     assert "asynchronous EPLB worker has ended" in second["trouble"]
     assert "layers switched" in first["trouble"], "the other ranks see that nothing moves"
     for seen in (first, second):
-        assert seen["further"] == 20
         assert seen["beat"] == seen["trouble"], "every heartbeat reports it"
         assert seen["epoch"] == 0
         assert seen["wrong"] == [], (
@@ -153,7 +152,6 @@ def test_a_guest_that_cannot_start_on_one_rank_starts_on_none_and_leaves_the_eng
     for seen in ranks.once(FAULTS, "start_fails", how=how):
         assert not seen["agent"]
         assert seen["told"] == [[10, 11], [10, 11]]
-        assert seen["steps"] == 30
         assert not np.array_equal(seen["map"], seen["before"]), "vLLM balances by itself"
 
 
@@ -162,7 +160,6 @@ def test_a_rank_without_the_plugin_leaves_vllm_to_itself_on_all():
     assert np.array_equal(first["map"], second["map"])
     for seen in (first, second):
         assert not seen["agent"]
-        assert seen["steps"] == 30
         assert seen["wrong"] == []
         assert not np.array_equal(seen["map"], seen["before"]), "vLLM balances by itself"
 
@@ -171,7 +168,6 @@ def test_an_error_in_a_hook_costs_the_plans_and_not_the_engine():
     _, second = ranks.once(FAULTS, "hook_fails")
     assert "the plugin failed in EplbState.step" in second["trouble"]
     for seen in ranks.once(FAULTS, "hook_fails"):
-        assert seen["further"] == 20
         assert seen["wrong"] == []
 
 

@@ -71,7 +71,7 @@ def test_an_expert_of_a_rank_that_leaves_goes_to_one_that_stays_and_nothing_else
 def test_a_rank_that_joins_without_the_plugin_leaves_vllm_to_itself_on_all():
     found = ranks.once(RESIZES, "uninvited", size=3)
     for seen in found:
-        assert not seen["agent"] and seen["taken"] >= 4
+        assert not seen["agent"]
         assert np.array_equal(seen["map"], found[0]["map"])
         assert seen["map"].shape == (3, 3 * SLOTS) and (seen["map"] >= 0).all()
         assert seen["wrong"] == []
