@@ -70,14 +70,3 @@ def test_target_and_drafter_move_apart_and_together_in_one_process_group():
     for names in group.names:
         assert len(names) == len(set(names)) == 4
         assert {name.rpartition("/")[2] for name in names} == {"toy", "toy-mtp"}
-
-
-def test_a_drafter_that_leaves_its_plan_does_not_hold_up_the_target():
-    """The target's gate does not wait for a vote of the drafter."""
-    group = NamedGroup(2)
-    with Drafter(group) as drafter, WithDrafter(group, drafter) as target:
-        drafter.prepare(prepare_for(DRAFTER_OLD, DRAFTER_NEW))
-        move = prepare_for(TARGET_OLD, TARGET_NEW)
-        target.prepare(move)
-        assert finish(target, move) == {1}
-        assert all(agent.epoch == 0 for agent in drafter.agents)
