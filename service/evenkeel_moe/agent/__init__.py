@@ -6,7 +6,7 @@ Removing a name or changing its arguments raises the number; a new name or a new
 does not.
 """
 
-from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink
+from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkListener
 from evenkeel_moe.adapters.torch.groups import Communicator, make_communicator
 from evenkeel_moe.adapters.torch.nvml_clock import NvmlClock
 from evenkeel_moe.agent.agent import Agent
@@ -19,7 +19,6 @@ from evenkeel_moe.agent.ports import (
     ClockReader,
     ExpertWeights,
     GateFailed,
-    LinkListener,
     MapInstaller,
     RankLink,
     WeightTransport,

@@ -12,7 +12,8 @@ from typing import Any
 
 import structlog
 
-from evenkeel_moe.agent.ports import ClockReader, LinkListener, RankLink
+from evenkeel_moe.adapters.grpc.rank_link import LinkListener
+from evenkeel_moe.agent.ports import ClockReader, RankLink
 from evenkeel_moe.agent.recorder import Recorder
 from evenkeel_moe.agent.reporter import Reporter
 from evenkeel_moe.model.load import CountingSide

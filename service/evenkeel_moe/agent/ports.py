@@ -14,16 +14,6 @@ from evenkeel_moe.ports.threads import Event
 from evenkeel_moe.protocol.messages import Prepare
 from evenkeel_moe.wire.link import DeviceClock, FromRankLink
 
-__all__ = [
-    "ClockReader",
-    "ExpertWeights",
-    "GateFailed",
-    "LinkListener",
-    "MapInstaller",
-    "RankLink",
-    "WeightTransport",
-]
-
 
 class GateFailed(Unavailable):
     """The result of the gate is unknown: leave the EP group and restart this process (R8)."""

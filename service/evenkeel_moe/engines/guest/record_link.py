@@ -10,7 +10,7 @@ import numpy as np
 import structlog
 
 from evenkeel_moe.adapters.clock import SystemClock
-from evenkeel_moe.agent.ports import LinkListener
+from evenkeel_moe.adapters.grpc.rank_link import LinkListener
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.formats.recording import RecordedLoad, write_recorded
 from evenkeel_moe.model.load import LoadReport
