@@ -506,7 +506,7 @@ class VllmGuest(EngineGuest):
             return Reason.UNSUPPORTED, "vLLM's asynchronous EPLB worker has ended"
         empty = int((new.phy2log == EMPTY).sum())
         # Where a slot is empty now, vLLM rates no map.
-        is_filled = self.agent is not None and (self.agent.placement.phy2log != EMPTY).all()
+        is_filled = self.agent is None or (self.agent.placement.phy2log != EMPTY).all()
         if empty and is_filled and rates_maps(self.state):
             return Reason.UNSUPPORTED, f"{empty} empty slots: vLLM on ROCm, not asynchronous, fails"
         return None
