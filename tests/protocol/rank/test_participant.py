@@ -94,6 +94,16 @@ def test_commit_only_arms():
     assert (rank.state, rank.epoch, rank.placement) == (State.ARMED, 0, BASE)
 
 
+def test_the_ack_follows_the_stream_of_the_newest_commit():
+    rank = participant_in(State.PREPARED)
+    for stream in (8, 9):
+        rank.handle(from_controller(msg.Commit(LEADER, KEY), stream), 0.0)
+    rank.snapshot(0.0)
+    rank.handle(msg.PollPassed(Epoch(1)), 0.0)
+    swapped = rank.handle(msg.SwapFinished(KEY, next_digest(rank)), 0.0)
+    assert only(swapped, msg.SendToController).stream == 9
+
+
 def test_prepared_participant_never_aborts_alone():
     """R6: a prepared or armed rank that hears nothing keeps its staging and keeps polling."""
     for state in (State.PREPARED, State.ARMED):
@@ -151,7 +161,7 @@ def test_poll_that_saw_the_rank_before_it_was_armed_holds_no_abort_back():
 def test_drained_is_said_when_the_transport_drained():
     """R7: its answer says that its transport has drained."""
     rank = participant_in(State.PREPARED)
-    first = reply(rank, msg.Abort(LEADER, KEY), msg.AbortAnswer, stream=9)
+    first = reply(rank, msg.Abort(LEADER, KEY), msg.AbortAnswer, stream=8)
     again = reply(rank, msg.Abort(LEADER, KEY), msg.AbortAnswer, stream=9)
     assert not first.drained and not again.drained
     busy = reply(rank, prepare_of(key=key_of("q")), msg.Vote)
@@ -159,6 +169,9 @@ def test_drained_is_said_when_the_transport_drained():
     last = only(rank.handle(msg.TransportDrained(KEY), 0.0), msg.SendToController)
     assert last.stream == 9 and last.message.drained
     assert rank.state is State.IDLE
+    once = participant_in(State.STAGING)
+    once.handle(from_controller(msg.Abort(LEADER, KEY), stream=8), 0.0)
+    assert only(once.handle(msg.TransportDrained(KEY), 0.0), msg.SendToController).stream == 8
 
 
 def test_abort_of_a_wave_never_seen_keeps_a_late_prepare_of_it_out():
@@ -190,8 +203,8 @@ def test_a_repeated_acknowledgement_names_the_map_of_the_wave():
 
 
 def test_repeated_prepare_repeats_the_vote():
-    yes = participant_in(State.PREPARED)
-    assert reply(yes, prepare_of(), msg.SendToController, stream=8).stream == 8
+    yes = reply(participant_in(State.PREPARED), prepare_of(), msg.SendToController, stream=8)
+    assert yes == msg.SendToController(msg.Vote(KEY, True), 8)
     no = participant_in(State.ABORTED)
     assert reply(no, prepare_of(), msg.Vote).reason is Reason.TRANSFER_FAILED
 
@@ -199,7 +212,8 @@ def test_repeated_prepare_repeats_the_vote():
 def test_second_wave_is_refused_as_busy_and_may_come_later():
     rank = participant_in(State.PREPARED)
     other = prepare_of(key=key_of("q"))
-    assert reply(rank, other, msg.Vote).reason is Reason.BUSY
+    refusal = reply(rank, other, msg.Vote)
+    assert (refusal.yes, refusal.reason) == (False, Reason.BUSY)
     drop(rank)
     assert reply(rank, other, msg.StartStaging)
 
