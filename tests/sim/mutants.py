@@ -43,7 +43,7 @@ class Mutant:
     """A kit that breaks one rule."""
 
     name: str
-    rule: str
+    """A letter may follow the rule that it breaks."""
     breaks: str
     kit: Kit
     hazard: str = ""
@@ -363,82 +363,61 @@ class KeepsOldChecksums(Agent):
 
 
 RULES = (
+    Mutant("R1", "refuses a new generation at a lower epoch", Kit(membership=RefuseLowerEpochs)),
     Mutant(
-        "R1", "R1", "refuses a new generation at a lower epoch", Kit(membership=RefuseLowerEpochs)
+        "R2", "takes its term from the store alone", Kit(control=TermOfStoreOnly), "an empty store"
     ),
+    Mutant("R2b", "a rank obeys a leader of a lower term", Kit(participant=ObeysAnyLeader)),
+    Mutant("R3", "a rank takes a Prepare of any base", Kit(participant=TakesAnyBase)),
+    Mutant("R3b", "the engine moves experts, the epoch stays", Kit(participant=KeepsItsEpoch)),
+    Mutant("R3c", "tells an epoch before it is saved", Kit(barrier=TellsBeforeSaved)),
+    Mutant("R4", "reloads under a poll in flight", Kit(participant=ReloadsUnderPoll), "reloads"),
+    Mutant("R5", "Commit swaps", Kit(participant=CommitSwaps)),
+    Mutant("R5b", "polls with the wave's key alone", Kit(participant=PollsWithItsKeyAlone)),
+    Mutant("R6", "a rank drops alone", Kit(participant=DropsAlone)),
     Mutant(
-        "R2",
-        "R2",
-        "takes its term from the store alone",
-        Kit(control=TermOfStoreOnly),
-        "an empty store",
-    ),
-    Mutant("R2b", "R2", "a rank obeys a leader of a lower term", Kit(participant=ObeysAnyLeader)),
-    Mutant("R3", "R3", "a rank takes a Prepare of any base", Kit(participant=TakesAnyBase)),
-    Mutant(
-        "R3b", "R3", "the engine moves experts, the epoch stays", Kit(participant=KeepsItsEpoch)
-    ),
-    Mutant("R3c", "R3", "tells an epoch before it is saved", Kit(barrier=TellsBeforeSaved)),
-    Mutant(
-        "R4", "R4", "reloads under a poll in flight", Kit(participant=ReloadsUnderPoll), "reloads"
-    ),
-    Mutant("R5", "R5", "Commit swaps", Kit(participant=CommitSwaps)),
-    Mutant("R5b", "R5", "polls with the wave's key alone", Kit(participant=PollsWithItsKeyAlone)),
-    Mutant("R6", "R6", "a rank drops alone", Kit(participant=DropsAlone)),
-    Mutant(
-        "R7",
         "R7",
         "answers Abort under a poll in flight",
         Kit(participant=AbortsUnderPoll),
         "aborts race with polls",
     ),
-    Mutant("R7b", "R7", "calls itself drained at once", Kit(participant=CallsItselfDrained)),
-    Mutant("R8", "R8", "a failed poll means not agreed", Kit(gate=FailedPollMeansNo)),
-    Mutant("R9", "R9", "polls only while a wave is held", Kit(gate=PollsWhenBusy)),
-    Mutant("R9b", "R9", "polls although K differs", Kit(gate=AgreesWithAnyone)),
-    Mutant("R9c", "R9", "begins a wave that a rank refuses", Kit(control=IgnoresTrouble)),
-    Mutant("R10", "R10", "rebuilds its communicator alone", Kit(gate=RebuildsAlone)),
-    Mutant("R11", "R11", "fills buffers the wave frees", Kit(executor=FillsFreedBuffers)),
-    Mutant("R12", "R12", "never aborts a wave it finds", Kit(coordinator=NeverAbortsFoundWaves)),
-    Mutant("R12b", "R12", "stores no agreement", Kit(executor=StoresNoAgreement)),
+    Mutant("R7b", "calls itself drained at once", Kit(participant=CallsItselfDrained)),
+    Mutant("R8", "a failed poll means not agreed", Kit(gate=FailedPollMeansNo)),
+    Mutant("R9", "polls only while a wave is held", Kit(gate=PollsWhenBusy)),
+    Mutant("R9b", "polls although K differs", Kit(gate=AgreesWithAnyone)),
+    Mutant("R9c", "begins a wave that a rank refuses", Kit(control=IgnoresTrouble)),
+    Mutant("R10", "rebuilds its communicator alone", Kit(gate=RebuildsAlone)),
+    Mutant("R11", "fills buffers the wave frees", Kit(executor=FillsFreedBuffers)),
+    Mutant("R12", "never aborts a wave it finds", Kit(coordinator=NeverAbortsFoundWaves)),
+    Mutant("R12b", "stores no agreement", Kit(executor=StoresNoAgreement)),
+    Mutant("R13", "keeps its plans when the lease is lost", Kit(control=RemembersItsLastTerm)),
+    Mutant("R14", "ends a stalled wave", Kit(coordinator=StalledIsOver)),
+    Mutant("R15", "takes the placement from the store", Kit(recovery=TrustsTheStore)),
     Mutant(
-        "R13", "R13", "keeps its plans when the lease is lost", Kit(control=RemembersItsLastTerm)
-    ),
-    Mutant("R14", "R14", "ends a stalled wave", Kit(coordinator=StalledIsOver)),
-    Mutant("R15", "R15", "takes the placement from the store", Kit(recovery=TrustsTheStore)),
-    Mutant(
-        "R16",
         "R16",
         "begins a plan on a stale base",
         Kit(executor=TakesStalePlans),
         "plans of a stale base",
     ),
-    Mutant("R17", "R17", "begins a plan that breaks an invariant", Kit(executor=TakesUnsoundPlans)),
-    Mutant(
-        "R17b", "R17", "sends transfers that do not fit the rows", Kit(executor=SendsAnyTransfers)
-    ),
-    Mutant(
-        "R17c", "R17", "a rank takes a Prepare wrong in itself", Kit(participant=TakesAnyTransfers)
-    ),
+    Mutant("R17", "begins a plan that breaks an invariant", Kit(executor=TakesUnsoundPlans)),
+    Mutant("R17b", "sends transfers that do not fit the rows", Kit(executor=SendsAnyTransfers)),
+    Mutant("R17c", "a rank takes a Prepare wrong in itself", Kit(participant=TakesAnyTransfers)),
 )
 RESIZES = (
     Mutant(
         "retiring",
-        "resize",
         "begins plans while ranks retire",
         Kit(planning=PlansWhileRanksRetire),
         "other sizes",
     ),
     Mutant(
         "retired",
-        "resize",
         "keeps the retirement of ranks that have left",
         Kit(control=NeverEndsRetirement),
         "other sizes",
     ),
     Mutant(
         "old plans",
-        "resize",
         "goes on with plans of the group of another size",
         Kit(recovery=ForgetsOldPlans),
         "other sizes",
@@ -446,29 +425,27 @@ RESIZES = (
 )
 """Of groups that change their size; see docs/resizing.md."""
 GLUE = (
-    Mutant("save", "R3", "acknowledges before the save", Kit(agent=AcknowledgesBeforeSave)),
-    Mutant("barrier", "R3", "begins no save barrier", Kit(agent=SavesWithoutBarrier)),
-    Mutant("gate", "R8", "lives through an error at the gate", Kit(agent=LivesThroughGateErrors)),
-    Mutant("lock", "R7", "polls without the lock", Kit(agent=PollsWithoutLock)),
+    Mutant("save", "acknowledges before the save (R3)", Kit(agent=AcknowledgesBeforeSave)),
+    Mutant("barrier", "begins no save barrier (R3)", Kit(agent=SavesWithoutBarrier)),
+    Mutant("gate", "lives through an error at the gate (R8)", Kit(agent=LivesThroughGateErrors)),
+    Mutant("lock", "polls without the lock (R7)", Kit(agent=PollsWithoutLock)),
     Mutant(
         "hash",
-        "R4",
-        "hashes the first expert only",
+        "hashes the first expert only (R4)",
         Kit(transport=HashesFirstExpert),
         "damaged bytes",
     ),
     Mutant(
         "flight",
-        "R7",
-        "does not wait for operations",
+        "does not wait for operations (R7)",
         Kit(transport=LeavesOperationsInFlight),
         "late bytes",
     ),
-    Mutant("batch", "R10", "waits for no batch", Kit(transport=WaitsForNoBatch)),
-    Mutant("renew", "R11", "renews the first written slot", Kit(worker=RenewsFirstSlot)),
-    Mutant("reload", "R4", "keeps the old checksums", Kit(agent=KeepsOldChecksums), "reloads"),
+    Mutant("batch", "waits for no batch (R10)", Kit(transport=WaitsForNoBatch)),
+    Mutant("renew", "renews the first written slot (R11)", Kit(worker=RenewsFirstSlot)),
+    Mutant("reload", "keeps the old checksums (R4)", Kit(agent=KeepsOldChecksums), "reloads"),
     Mutant(
-        "swap", "R8", "swaps whatever is staged", Kit(worker=SwapsWhateverIsStaged), "late bytes"
+        "swap", "swaps whatever is staged (R8)", Kit(worker=SwapsWhateverIsStaged), "late bytes"
     ),
 )
 
@@ -497,12 +474,12 @@ class GoesOnArmed(Agent):
 
 
 GUESTS = (
-    Mutant("map", "R8", "takes any map for the agreed one", Kit(moves=TakesAnyMap), guest=True),
+    Mutant("map", "takes any map for the agreed one (R8)", Kit(moves=TakesAnyMap), guest=True),
     Mutant(
-        "under way", "R4", "reloads during moves", Kit(moves=ReloadsDuringMoves), "reloads", True
+        "under way", "reloads during moves (R4)", Kit(moves=ReloadsDuringMoves), "reloads", True
     ),
     Mutant(
-        "armed", "R8", "serves on after a lost poll", Kit(agent=GoesOnArmed), "failing polls", True
+        "armed", "serves on after a lost poll (R8)", Kit(agent=GoesOnArmed), "failing polls", True
     ),
 )
 """In an engine that moves its experts itself."""

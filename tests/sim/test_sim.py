@@ -93,7 +93,8 @@ def test_no_invariant_breaks_in_an_engine_that_moves_its_experts_itself(first):
 
 
 def test_every_rule_of_the_switch_has_a_mutant_and_every_mutant_is_caught():
-    assert {mutant.rule for mutant in RULES} == {f"R{number}" for number in range(1, 18)}
+    rules = {mutant.name.rstrip("bcd") for mutant in RULES}
+    assert rules == {f"R{number}" for number in range(1, 18)}
     assert CATCHING_SEEDS.keys() == BY_NAME.keys() - NOT_SIMULATED.keys()
     assert NOT_SIMULATED.keys() - MUTANT_WORLDS.keys() == {"R2b", "R9b"}
 
