@@ -9,13 +9,13 @@ from functools import cache
 
 import numpy as np
 
-from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation, PlanId
+from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanKind, Transfer, Wave
 from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol.timing import ControlTiming, WaveTiming
+from tests.sim.planner import plan_by
 
 DEPLOYMENT = DeploymentId("d")
 NEVER_S = 1e9
@@ -113,20 +113,9 @@ def plan_of(
     for index, layer in enumerate(range(first_layer, base.num_layers - 1)):
         waves.append(wave_of(index, layer, placement))
         placement = flip(placement, layer)
-    return Plan(
-        plan_id=PlanId(f"plan{number}"),
-        deployment=DEPLOYMENT,
-        kind=PlanKind.MANUAL,
-        policy="keel",
-        reason=Reason.MANUAL_REQUEST,
-        generation=generation,
-        weights_version=version,
-        base_epoch=epoch,
-        base=base,
-        target=placement,
-        waves=tuple(waves),
-        created_at=float(number),
-    )
+    view = (generation, epoch, base, version)
+    kind, plan_id = PlanKind.MANUAL, f"plan{number}"
+    return plan_by(waves, view, placement, DEPLOYMENT, float(number), kind=kind, plan_id=plan_id)
 
 
 @cache

@@ -131,7 +131,7 @@ def build_plan(
     Args:
         fleet_view: (generation, epoch, placement, weights version).
     """
-    generation, epoch, base, weights_version = fleet_view
+    base = fleet_view[2]
     if target is None:
         if flaw == "pool" and shape.pooled:
             target = overfull_target(rng, base, shape)
@@ -158,11 +158,17 @@ def build_plan(
             before[layer] = after[layer]
     if flaw is not None:
         target, waves = spoil(rng, flaw, target, waves, shape)
+    return plan_by(waves, fleet_view, target, deployment, now, kind=kind, plan_id=plan_id)
+
+
+def plan_by(waves, fleet_view, target, deployment, now, *, kind, plan_id) -> Plan:
+    """Return the plan of these waves; `fleet_view` as in `build_plan`."""
+    generation, epoch, base, weights_version = fleet_view
     return Plan(
         plan_id=PlanId(plan_id),
         deployment=deployment,
         kind=kind,
-        policy="rollback" if kind is PlanKind.ROLLBACK else "random",
+        policy="rollback" if kind is PlanKind.ROLLBACK else "simulated",
         reason=Reason.MANUAL_REQUEST,
         generation=generation,
         weights_version=weights_version,

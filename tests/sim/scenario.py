@@ -33,10 +33,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import EvenkeelError, Reason
-from evenkeel_moe.model.ids import Epoch, PlanId
+from evenkeel_moe.errors import EvenkeelError
+from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.plan import Plan, PlanKind, Transfer, Wave
+from evenkeel_moe.model.plan import PlanKind, Transfer, Wave
 from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import control_messages as ctl
@@ -45,6 +45,7 @@ from tests.sim.checks import Violation
 from tests.sim.fleet import Fleet
 from tests.sim.kit import Kit
 from tests.sim.network import SimNetwork
+from tests.sim.planner import plan_by
 from tests.sim.replica import Replica
 from tests.sim.run import FleetWorld
 
@@ -172,33 +173,23 @@ class Script:
 
     def submit(self, plan_id: str, *waves: str):
         control = self.world.seat.control
-        base = target = control.placement
+        target = control.placement
         bodies = []
         for index, text in enumerate(waves):
             transfer, rows = copy_of(text, target)
             layers = (transfer.layer,)
             bodies.append(Wave(index, layers, rows, ((transfer,),)))
             target = target.with_rows(layers, rows)
-        plan = Plan(
-            plan_id=PlanId(plan_id),
-            deployment=self.world.deployment,
-            kind=PlanKind.MANUAL,
-            policy="script",
-            reason=Reason.MANUAL_REQUEST,
-            generation=control.generation,
-            weights_version=control.group.weights_version,
-            base_epoch=Epoch(control.epoch),
-            base=base,
-            target=target,
-            waves=tuple(bodies),
-            created_at=self.world.now,
+        world = self.world
+        view = (control.generation, control.epoch, control.placement, control.group.weights_version)
+        kind = PlanKind.MANUAL
+        plan = plan_by(
+            bodies, view, target, world.deployment, world.now, kind=kind, plan_id=plan_id
         )
-        seat = self.world.seat
-        seat.ask(ctl.PlanSubmitted(plan, approve=True))
+        world.seat.ask(ctl.PlanSubmitted(plan, approve=True))
 
     def cancel(self, plan_id: str):
-        seat = self.world.seat
-        seat.ask(ctl.PlanCancelled(PlanId(plan_id), "script"))
+        self.world.seat.ask(ctl.PlanCancelled(PlanId(plan_id), "script"))
 
     def drop(self, kind: str, rank: str | None = None, times: str = "1"):
         self._rule(kind, rank, int(times), None)
