@@ -16,7 +16,6 @@ from evenkeel_moe.protocol import messages as msg
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
 from evenkeel_moe.protocol.leader.undelivered import has_delivered, undelivered_in_a_row
 from evenkeel_moe.protocol.leader.write_retry import WriteRetry
-from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.protocol.transitions import ControlState as S
 from tests.protocol.machines import (
     AFTER_ONE,
@@ -27,11 +26,11 @@ from tests.protocol.machines import (
     Operator,
     abort_answers,
     ack,
+    answer_queries,
     both,
     carry_out,
     come,
     control_of,
-    from_controller,
     from_rank,
     group_leaves,
     hello_of,
@@ -39,7 +38,6 @@ from tests.protocol.machines import (
     key_of,
     of_kind,
     only,
-    participant_of,
     phase_and_reason,
     plan_of,
     planning_loop_of,
@@ -280,55 +278,32 @@ MOVED = BASE.with_rows((1,), wave_of(layer=1).rows)
 """The map of the ranks after the move."""
 
 
-def deliver(control, ranks, actions):
-    """Carry every message to its machine, until none is left."""
-    queue = list(actions)
-    while queue:
-        action = queue.pop(0)
-        if not isinstance(action, ctl.SendToRank):
-            continue
-        for answer in sent(ranks[action.rank].handle(from_controller(action.message), 0.0)):
-            queue += control.handle(from_rank(action.rank, answer), 0.0)
+def refuse(control, reason):
+    """Both ranks refuse the wave, and hold nothing of it."""
+    both(control, lambda rank: msg.Vote(key_of(), False, reason))
+    gone = msg.AbortAnswer(key_of(), Epoch(0), msg.WaveOutcome.REFUSED, True)
+    both(control, lambda rank: gone)
 
 
-@pytest.fixture
-def group():
-    """A leader that recorded epoch 0, and two ranks that have moved to epoch 1 since."""
-    ranks = [participant_of(rank) for rank in (0, 1)]
-    for rank in ranks:
-        rank.handle(msg.EngineRebalanced(MOVED), 0.0)
-    return control_of(), ranks
-
-
-def submit(group, plan):
-    control, ranks = group
-    _, actions = Operator(control).submit(plan, 0.0, approve=True)
-    deliver(control, ranks, actions)
-
-
-def test_a_wave_refused_as_stale_makes_the_leader_query_the_ranks(group):
+def test_a_wave_refused_as_stale_makes_the_leader_query_the_ranks():
     """R15: without it, plans that follow each other closely would all end as stale_base."""
-    control, ranks = group
-    submit(group, plan_of())
+    control = control_of(S.MIGRATING)
+    refuse(control, Reason.STALE_BASE)
     assert phase_and_reason(control) == (PlanPhase.ABORTED, Reason.STALE_BASE)
-    assert (control.state, control.epoch, control.placement) == (
-        ControlState.READY,
-        Epoch(1),
-        MOVED,
-    )
+    assert state_in(control) is S.RECOVERING, "no plan begins meanwhile"
+    answer_queries(control, epoch=1, placement=MOVED)
+    assert (control.state, control.epoch, control.placement) == (S.READY, Epoch(1), MOVED)
     target = MOVED.with_rows((0,), wave_of().rows)
-    submit(group, plan_of(1, "next", base_epoch=1, base=MOVED, target=target))
-    assert control.state is ControlState.MIGRATING
-    assert {rank.state for rank in ranks} == {msg.ParticipantState.STAGING}
+    plan = plan_of(1, "next", base_epoch=1, base=MOVED, target=target)
+    _, actions = Operator(control).submit(plan, 0.0, approve=True)
+    assert {prepare.base_epoch for prepare in prepares(actions)} == {1}
 
 
-def test_a_wave_that_ends_for_another_reason_does_not(group):
-    control, ranks = group
-    for rank in ranks:
-        rank.observe_only = True
-    submit(group, plan_of())
+def test_a_wave_that_ends_for_another_reason_does_not():
+    control = control_of(S.MIGRATING)
+    refuse(control, Reason.OBSERVE_ONLY)
     assert record(control).reason is Reason.OBSERVE_ONLY
-    assert (control.state, control.epoch) == (ControlState.READY, Epoch(0))
+    assert (control.state, control.epoch) == (S.READY, Epoch(0))
 
 
 COMMIT = ctl.SendToRank(EpRank(0), 10, msg.Commit(LEADER, key_of()))
@@ -576,17 +551,3 @@ def test_a_rank_of_a_new_generation_that_stops_at_once_is_lost_to_its_wave():
     control.handle(ctl.RankStopped(EpRank(1), 31), 10.1)
     health = only(control.handle(msg.Tick(), 10.2), ctl.WaveHealth)
     assert (health.stalled, health.reason) == (True, Reason.RANK_LOST)
-
-
-def test_while_the_ranks_are_queried_no_plan_begins(group):
-    control, ranks = group
-    _, actions = Operator(control).submit(plan_of(), 0.0, approve=True)
-    stale = [
-        m for rank in ranks for m in sent(rank.handle(from_controller(sent(actions)[-1]), 0.0))
-    ]
-    for rank, answer in enumerate(stale):
-        control.handle(from_rank(rank, answer), 0.0)
-    for number in (0, 1):
-        gone = msg.AbortAnswer(key_of(), Epoch(1), msg.WaveOutcome.REFUSED, True)
-        control.handle(from_rank(number, gone), 0.0)
-    assert (record(control).reason, control.state) == (Reason.STALE_BASE, ControlState.RECOVERING)
