@@ -1,4 +1,4 @@
-"""The machine of a deployment with two ranks that answer all its questions."""
+"""The machine of a deployment whose two ranks answer its questions."""
 
 import dataclasses
 from dataclasses import replace
@@ -14,17 +14,13 @@ from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol import messages as msg
-from evenkeel_moe.protocol.leader.plan_executor import PlanExecutor
 from evenkeel_moe.protocol.leader.query_round import GroupState
-from evenkeel_moe.protocol.timing import ControlTiming
-from evenkeel_moe.protocol.transitions import ControlState
 from evenkeel_moe.protocol.transitions import ControlState as S
 from evenkeel_moe.protocol.transitions import CoordinatorState as C
 from tests.protocol.machines import (
     AFTER_ONE,
     AFTER_TWO,
     BASE,
-    LEADER,
     Operator,
     abort_answers,
     ack,
@@ -38,10 +34,13 @@ from tests.protocol.machines import (
     key_of,
     of_kind,
     only,
+    phase_and_reason,
     plan_of,
     planning_loop_of,
+    queries,
     record,
     restarts,
+    state_in,
     state_of,
     stored_plan,
     vote,
@@ -49,160 +48,112 @@ from tests.protocol.machines import (
 )
 
 AUTO = DeploymentPolicy(mode=Mode.AUTO, cycle_s=30.0)
-UNASKED = msg.QueryState(LEADER)
 LARGER = ModelShape(2, 4, 4, 3, 1, 10)
+NO_CHECKSUMS: dict[str, Any] = {"weights_version": 2, "checksums": ()}
 
 
-class Group:
-    """A leading machine and its two ranks."""
-
-    def __init__(self, policy: DeploymentPolicy = AUTO) -> None:
-        self.control = control_of(timing=ControlTiming(), policy=policy)
-        self.operator = Operator(self.control)
-        self.now = 0.0
-        self.version = 1
-        self.checksums: tuple[int, ...] = (5,) * 8
-        self.cycles: list[ctl.RunCycle] = []
-
-    @property
-    def executor(self) -> PlanExecutor:
-        return self.control.as_leader.executor
-
-    def hello_of_larger(self, rank, stream):
-        """A rank of a larger group says hello, under a certificate that names it."""
-        hello = hello_of(rank, "g9", shape=LARGER)
-        event = ctl.FromRank(EpRank(rank), 1, stream, hello, certified=True)
-        self.carry_out(self.control.handle(event, self.now))
-
-    def state(self, rank, query=UNASKED):
-        sums = self.checksums if query.want_checksums else None
-        state = state_of(rank, query.query, weights_version=self.version, checksums=sums)
-        self.carry_out(self.control.handle(from_rank(rank, state), self.now))
-
-    def carry_out(self, actions):
-        for action in actions:
-            if isinstance(action, ctl.RunCycle):
-                self.cycles.append(action)
-            message = getattr(action, "message", None)
-            if isinstance(message, msg.QueryState) and action.rank < 2:
-                self.state(action.rank, message)
-
-    def run(self, seconds):
-        for _ in range(seconds):
-            self.now += 1.0
-            self.carry_out(self.control.handle(msg.Tick(), self.now))
-
-    def next_cycle(self):
-        self.cycles.clear()
-        for _ in range(200):
-            self.run(1)
-            if self.cycles:
-                return self.cycles[-1]
-        raise AssertionError("no cycle began")
-
-    def decided(self, cycle, plan):
-        self.carry_out(
-            self.control.handle(
-                ctl.CycleDecided(cycle.cycle, Reason.BALANCE_BELOW_THRESHOLD, plan), self.now
-            )
-        )
+def larger(control, rank=3, stream=9):
+    """A rank of a larger group says hello, under a certificate that names it."""
+    hello = hello_of(rank, "g9", shape=LARGER)
+    control.handle(ctl.FromRank(EpRank(rank), 1, stream, hello, certified=True), 0.0)
 
 
-def automatic(plan_id="a", waves=2):
-    return replace(plan_of(waves, plan_id), kind=PlanKind.AUTOMATIC)
+def decided(control, plan, now):
+    """Let the planner answer the cycle that begins with a plan."""
+    both(control, state_of, now)
+    cycle = only(control.handle(msg.Tick(), now), ctl.RunCycle)
+    return ctl.CycleDecided(cycle.cycle, Reason.BALANCE_BELOW_THRESHOLD, plan)
+
+
+def automatic(plan_id="a", **changes):
+    return replace(plan_of(2, plan_id), kind=PlanKind.AUTOMATIC, **changes)
 
 
 # --- ranks of another group -----------------------------------------------------------------------
 
 
 def test_a_rank_of_a_larger_group_does_not_count_in_the_registered_one():
-    group = Group()
-    group.hello_of_larger(3, 9)
-    membership = group.control.membership
-    assert membership.quorum(group.now).detail == "all 2 ranks"
+    control = control_of()
+    larger(control)
+    membership = control.membership
+    assert membership.quorum(0.0).detail == "all 2 ranks"
     assert membership.staging_bytes() == (100, 100)
-    record, _ = group.operator.submit(plan_of(), group.now, approve=True)
+    record, _ = Operator(control).submit(plan_of(), 0.0, approve=True)
     assert record.phase is PlanPhase.MIGRATING
-    coordinator = group.executor.coordinator
-    assert coordinator is not None and set(coordinator.peers.by_rank) == {0, 1}
+    assert control.coordinator is not None and set(control.coordinator.peers.by_rank) == {0, 1}
 
 
 def test_a_rank_of_a_larger_group_that_left_blocks_nothing():
-    group = Group()
-    group.hello_of_larger(3, 9)
-    group.control.handle(ctl.StreamClosed(EpRank(3), 9), group.now)
-    group.run(100)
-    assert group.control.membership.quorum(group.now).ok
-    group.version = 2  # A reload: all ranks are asked again.
-    for rank in range(2):
-        group.state(rank)
-    group.run(20)
-    assert group.control.state is ControlState.READY
+    control = control_of()
+    larger(control)
+    control.handle(ctl.StreamClosed(EpRank(3), 9), 0.0)
+    both(control, state_of, 4.0)
+    control.handle(msg.Tick(), 4.0)
+    assert control.membership.quorum(4.0).ok
+    both(control, lambda rank: state_of(rank, weights_version=2), 4.0)
+    assert state_in(control) is S.RECOVERING, "all ranks are asked again"
+    answer_queries(control, 4.0, weights_version=2)
+    assert state_in(control) is S.READY
 
 
 def test_ranks_of_a_larger_group_hear_of_the_leader_while_it_gathers():
-    group = Group()
-    group.hello_of_larger(3, 9)
-    told = [
-        action
-        for tick in range(55)  # Slightly more than two heartbeats: the registered group is at rest.
-        for action in of_kind(
-            group.control.handle(msg.Tick(), group.now + tick / 10), ctl.SendToRank
-        )
-        if isinstance(action.message, msg.QueryState) and action.rank == 3
-    ]
-    assert told and told[0].stream == 9
+    control = control_of()
+    larger(control)
+    actions = control.handle(msg.Tick(), 2.0)
+    assert [a.stream for a in of_kind(actions, ctl.SendToRank)] == [10, 11, 9]
+    assert len(queries(actions)) == 3
 
 
 def test_a_reload_that_left_no_checksums_ends_plans_and_not_the_controller():
-    group = Group()
-    group.version, group.checksums = 2, ()
-    for rank in range(2):
-        group.state(rank)
-    group.run(5)
-    cycle = group.next_cycle()
-    group.decided(cycle, replace(automatic(), weights_version=2))
-    record = group.control.records.by_id[PlanId("a")]
-    assert (record.phase, record.reason) == (PlanPhase.REFUSED, Reason.OBSERVE_ONLY)
-    group.run(10)
+    control = control_of(policy=AUTO)
+    both(control, lambda rank: state_of(rank, **NO_CHECKSUMS), 29.0)
+    answer_queries(control, 29.0, **NO_CHECKSUMS)
+    cycle = only(control.handle(msg.Tick(), 30.0), ctl.RunCycle)
+    plan = automatic(weights_version=2)
+    control.handle(ctl.CycleDecided(cycle.cycle, Reason.PLAN_STARTED, plan), 30.0)
+    ended = record(control, "a")
+    assert (ended.phase, ended.reason) == (PlanPhase.REFUSED, Reason.OBSERVE_ONLY)
+    control.handle(msg.Tick(), 31.0)
 
 
 def test_the_group_is_asked_at_once_when_a_rank_tells_new_weights_unasked():
-    group = Group()
-    group.version = 2
-    group.state(0)
-    assert group.executor.group is not None and group.executor.group.weights_version == 2
+    control = control_of()
+    control.handle(from_rank(0, state_of(0, weights_version=2)), 0.0)
+    assert state_in(control) is S.RECOVERING
+    answer_queries(control, weights_version=2)
+    answer_queries(control, weights_version=2)
+    assert control.group is not None and control.group.weights_version == 2
     plan = replace(plan_of(), weights_version=2)
-    record, _ = group.operator.submit(plan, group.now, approve=True)
-    assert record.phase is PlanPhase.MIGRATING
+    found, _ = Operator(control).submit(plan, 0.0, approve=True)
+    assert found.phase is PlanPhase.MIGRATING
 
 
 # --- many plans -----------------------------------------------------------------------------------
 
 
 def test_as_many_placements_are_remembered_as_the_store_keeps():
-    group = Group()
-    executor = group.executor
+    control = control_of(policy=AUTO)
+    executor = control.as_leader.executor
     for number in range(200):
         assert executor.group is not None
-        record, _ = group.operator.submit(
-            plan_of(1, f"p{number}", base_epoch=number, base=executor.group.placement), group.now
+        record, _ = Operator(control).submit(
+            plan_of(1, f"p{number}", base_epoch=number, base=executor.group.placement), 0.0
         )
         executor.coordinator = None
-        group.control.records.change(record, "approved", group.now, phase=PlanPhase.APPROVED)
-        group.control.advance_plan(group.now)
-        executor._record_commit(group.now)
+        control.records.change(record, "approved", 0.0, phase=PlanPhase.APPROVED)
+        control.advance_plan(0.0)
+        executor._record_commit(0.0)
         executor.coordinator = None
-        done = group.control.records.get(record.plan.plan_id)
-        group.control.records.complete(done, group.now)
+        done = control.records.get(record.plan.plan_id)
+        control.records.complete(done, 0.0)
     assert sorted(executor.history) == list(range(137, 201))
 
 
 def test_dry_runs_do_not_pile_up():
-    group = Group()
+    control = control_of(policy=AUTO)
     for number in range(40):
-        group.operator.submit(plan_of(1, f"p{number}"), group.now)
-    records = group.control.records
+        Operator(control).submit(plan_of(1, f"p{number}"), 0.0)
+    records = control.records
     assert [record.plan.plan_id for record in records.open] == [
         f"p{number}" for number in range(8, 40)
     ]
@@ -218,8 +169,8 @@ def test_a_rollback_undoes_the_plan_that_led_here_also_of_an_earlier_life_of_the
     generation, base, to_epoch
 ):
     """R16: after a warm restart the maps are those of the plan; after a cold one they are not."""
-    group = Group()
-    records, executor = group.control.records, group.executor
+    control = control_of(policy=AUTO)
+    records, executor = control.records, control.as_leader.executor
     plan = replace(plan_of(2, "last", 1, base=base), generation=Generation(generation))
     records.add(plan, PlanPhase.COMMITTED, Reason.COMMITTED, 0.0)
     records.change(records.get(plan.plan_id), "wave_committed", 0.0, waves_committed=2)
@@ -227,7 +178,7 @@ def test_a_rollback_undoes_the_plan_that_led_here_also_of_an_earlier_life_of_the
     assert fleet is not None
     executor.group = GroupState(Epoch(3), AFTER_TWO, 1, fleet.checksums)
     executor.history = {Epoch(1): BASE, Epoch(2): AFTER_ONE, Epoch(3): AFTER_TWO}
-    assert group.control.rollback_target(None)[0] == to_epoch
+    assert control.rollback_target(None)[0] == to_epoch
 
 
 # --- settings that change -------------------------------------------------------------------------
@@ -243,39 +194,36 @@ def test_a_rollback_undoes_the_plan_that_led_here_also_of_an_earlier_life_of_the
     ],
 )
 def test_a_plan_made_under_a_policy_that_was_changed_meanwhile_is_not_entered(policy):
-    group = Group()
-    cycle = group.next_cycle()
-    group.operator.set_policy(policy, {}, group.now)
-    group.decided(cycle, automatic())
-    assert group.control.records.by_id == {}
-    last = planning_loop_of(group.control).last
-    assert last is not None and last["reason"] == Reason.POLICY_CHANGED
-    group.decided(group.next_cycle(), automatic("b"))
-    assert "b" in group.control.records.by_id
+    control = control_of(policy=AUTO)
+    late = decided(control, automatic(), 30.0)
+    Operator(control).set_policy(policy, {}, 30.0)
+    row = only(control.handle(late, 30.5), ctl.PersistDecision).row
+    assert (row["reason"], control.records.by_id) == (Reason.POLICY_CHANGED, {})
+    control.handle(decided(control, automatic("b"), 60.0), 60.0)
+    assert "b" in control.records.by_id
 
 
 def test_a_shorter_cycle_counts_from_when_it_is_set():
-    group = Group(replace(AUTO, mode=Mode.OBSERVE, cycle_s=86_400.0))
-    group.run(100)
-    assert not group.cycles
-    group.operator.set_policy(replace(AUTO, mode=Mode.OBSERVE, cycle_s=2.0), {}, group.now)
-    group.run(1)
-    assert len(group.cycles) == 1
+    observe = replace(AUTO, mode=Mode.OBSERVE, cycle_s=86_400.0)
+    control = control_of(policy=observe)
+    assert not of_kind(control.handle(msg.Tick(), 100.0), ctl.RunCycle)
+    Operator(control).set_policy(replace(observe, cycle_s=2.0), {}, 100.0)
+    assert of_kind(control.handle(msg.Tick(), 101.0), ctl.RunCycle)
 
 
 def test_a_plan_that_has_not_begun_waits_for_the_end_of_a_freeze():
-    group = Group()
-    group.now = 20.0
-    group.state(0)  # Rank 1 has not been heard for longer than its lease.
-    record, _ = group.operator.submit(plan_of(1, "w"), group.now, approve=True)
-    assert record.phase is PlanPhase.APPROVED
-    group.operator.freeze(3600, group.now)
-    group.run(200)
-    waiting = group.control.records.get(PlanId("w"))
-    assert (waiting.phase, waiting.reason) == (PlanPhase.STALLED, Reason.FROZEN)
-    group.operator.freeze(0, group.now)
-    group.run(2)
-    assert group.control.records.get(PlanId("w")).phase is PlanPhase.MIGRATING
+    control = control_of()
+    control.handle(from_rank(0, state_of(0)), 20.0)  # The lease of rank 1 has run out.
+    found, _ = Operator(control).submit(plan_of(1, "w"), 20.0, approve=True)
+    assert found.phase is PlanPhase.APPROVED
+    Operator(control).freeze(3600, 20.0)
+    for now in (20.0, 31.0):
+        both(control, state_of, now)
+        control.handle(msg.Tick(), now)
+    assert phase_and_reason(control, "w") == (PlanPhase.STALLED, Reason.FROZEN)
+    Operator(control).freeze(0, 31.0)
+    control.handle(msg.Tick(), 31.1)
+    assert record(control, "w").phase is PlanPhase.MIGRATING
 
 
 # --- Times that people read are Unix seconds, however far the machine's own clock is from them ----
