@@ -126,11 +126,9 @@ def from_controller(message, stream: int = STREAM) -> msg.FromController:
     return msg.FromController(stream, message)
 
 
-def participant_in(
-    state: msg.ParticipantState, number: int = 0, *, polled: bool = False
-) -> Participant:
+def participant_in(state: msg.ParticipantState, *, polled: bool = False) -> Participant:
     """A participant that took the usual way to a state; `polled`: a poll in flight saw it armed."""
-    rank, key = participant_of(number), key_of()
+    rank, key = participant_of(), key_of()
     if state is msg.ParticipantState.IDLE:
         return rank
     rank.handle(from_controller(prepare_of()), 0.0)
@@ -246,9 +244,9 @@ PEERS = {EpRank(0): (1, 10), EpRank(1): (1, 11)}
 """(incarnation, stream) of two ranks."""
 
 
-def coordinator_of(prepare: msg.Prepare | None = None) -> Coordinator:
+def coordinator_of() -> Coordinator:
     """A coordinator of two ranks that has asked its first question at time 0."""
-    wave = Coordinator(key_of(), LEADER, PEERS, TIMING, prepare=prepare or prepare_of())
+    wave = Coordinator(key_of(), LEADER, PEERS, TIMING, prepare=prepare_of())
     wave.start(0.0, 0)
     return wave
 

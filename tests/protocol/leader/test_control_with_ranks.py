@@ -52,10 +52,10 @@ LARGER = ModelShape(2, 4, 4, 3, 1, 10)
 NO_CHECKSUMS: dict[str, Any] = {"weights_version": 2, "checksums": ()}
 
 
-def larger(control, rank=3, stream=9):
-    """A rank of a larger group says hello, under a certificate that names it."""
-    hello = hello_of(rank, "g9", shape=LARGER)
-    control.handle(ctl.FromRank(EpRank(rank), 1, stream, hello, certified=True), 0.0)
+def larger(control):
+    """Rank 3 of a larger group says hello, under a certificate that names it."""
+    hello = hello_of(3, "g9", shape=LARGER)
+    control.handle(ctl.FromRank(EpRank(3), 1, 9, hello, certified=True), 0.0)
 
 
 def decided(control, plan, now):
