@@ -12,9 +12,10 @@ import argparse
 import sys
 import time
 
-from tests.explore.catalogue import MUTANT_WORLDS, NOT_APPLICABLE, SMALL_WORLDS, Size, search
+from tests.explore.catalogue import MUTANT_WORLDS, NOT_APPLICABLE, SMALL_WORLDS, search
 from tests.explore.faults import KINDS
 from tests.explore.search import Found, Result, Search
+from tests.explore.world import Size
 from tests.sim.kit import Kit
 from tests.sim.mutants import BY_NAME
 from tests.sim.network import describe

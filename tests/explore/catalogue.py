@@ -1,22 +1,9 @@
 """The worlds that are searched: the small ones of `make test`, and one for each mutant."""
 
-from dataclasses import dataclass
-
-from tests.explore.faults import KINDS
 from tests.explore.invariants import UNEXPECTED
 from tests.explore.search import Search
-from tests.explore.world import World
+from tests.explore.world import Size, World
 from tests.sim.kit import Kit
-
-
-@dataclass(frozen=True)
-class Size:
-    """The size of a world."""
-
-    ranks: int
-    waves: int
-    faults: int
-    kinds: frozenset[str] = frozenset(KINDS)
 
 
 def search(kit: Kit, size: Size, *, mutant: bool = False, **limits) -> Search:
@@ -26,8 +13,7 @@ def search(kit: Kit, size: Size, *, mutant: bool = False, **limits) -> Search:
     """
     if mutant:
         limits |= {"stop_at_first": True, "skipped": frozenset({UNEXPECTED})}
-    world = World(kit, ranks=size.ranks, waves=size.waves, faults=size.faults, kinds=size.kinds)
-    return Search(world, **limits)
+    return Search(World(kit, size), **limits)
 
 
 _LIGHT = frozenset({"lose", "duplicate", "write", "move", "checksum", "transfer", "silence"})

@@ -9,7 +9,7 @@ from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol.messages import Leader, Prepare
 from evenkeel_moe.protocol.rank.participant import Participant
 from tests.explore.__main__ import main, print_found
-from tests.explore.catalogue import MUTANT_WORLDS, NOT_APPLICABLE, SMALL_WORLDS, Size, search
+from tests.explore.catalogue import MUTANT_WORLDS, NOT_APPLICABLE, SMALL_WORLDS, search
 from tests.explore.freeze import Freezer, clone
 from tests.explore.invariants import (
     NO_PROGRESS,
@@ -21,6 +21,7 @@ from tests.explore.invariants import (
 )
 from tests.explore.small import placement_of, plan_of
 from tests.explore.state import Draft
+from tests.explore.world import Size
 from tests.sim.kit import Kit
 from tests.sim.mutants import BY_NAME, RULES
 

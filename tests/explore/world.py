@@ -4,6 +4,7 @@ See `docs/testing.md` for what is abstracted, and why it loses nothing that matt
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from evenkeel_moe.model.ids import Epoch
@@ -18,7 +19,7 @@ from tests.explore.changes import (
     to_leader,
     to_rank,
 )
-from tests.explore.faults import fault_events
+from tests.explore.faults import KINDS, fault_events
 from tests.explore.invariants import History, Violation
 from tests.explore.rank_table import copied
 from tests.explore.small import LATER_S, SOON_S
@@ -36,20 +37,28 @@ _WORDS = {
 """The events of a rank's own threads, in words."""
 
 
+@dataclass(frozen=True)
+class Size:
+    """The size of a world."""
+
+    ranks: int
+    waves: int
+    faults: int
+    """The faults that may happen in one run of the world."""
+    kinds: frozenset[str] = frozenset(KINDS)
+    """The names of the faults."""
+
+
 class World:
     """One small world.
 
     Args:
         kit: the classes of the machines.
-        faults: the faults that may happen in one run of the world.
-        kinds: the names of the faults; see `tests.explore.faults`.
     """
 
-    def __init__(
-        self, kit: Kit, *, ranks: int, waves: int, faults: int, kinds: frozenset[str]
-    ) -> None:
-        self.tables = Tables(kit, ranks, waves + 1)
-        self.faults, self.kinds = faults, kinds
+    def __init__(self, kit: Kit, size: Size) -> None:
+        self.tables = Tables(kit, size.ranks, size.waves + 1)
+        self.size = size
         self.turned = 0
         """The rotation of the ranks from the last state to the one after it."""
 
@@ -72,7 +81,7 @@ class World:
         else:
             raise AssertionError("the group does not come to rest")
         draft = Draft(tables, state)
-        draft.change(faults=self.faults)
+        draft.change(faults=self.size.faults)
         return draft.done()
 
     def _after(self, state: State, change: Change, cost: int) -> State:
@@ -91,7 +100,7 @@ class World:
         view = View(self.tables, state)
         events = [(0, *one) for one in self._events(view)]
         if view.around.faults:
-            events += [(1, *one) for one in fault_events(view, self.kinds)]
+            events += [(1, *one) for one in fault_events(view, self.size.kinds)]
         for cost, event, change in events:
             after: State | Violation
             try:
