@@ -21,8 +21,6 @@ _ECHOED = (
     "TermRefused",
     "Beat",
 )
-GOODBYE = "Goodbye"
-"""Heartbeats that say that the engine stops as planned; they count as `Beat` too."""
 
 
 class Stream:
@@ -97,8 +95,6 @@ class SimNetwork:
         random, kind = world.rng.random, type(message).__name__
         if not world.calm and kind in _ECHOED:
             self.sent[kind].append((deliver, stream, message))
-            if isinstance(message, Beat) and message.stopping:
-                self.sent[GOODBYE].append((deliver, stream, message))
         if self.calm_weather():
             world.post(0.005 + 0.02 * random(), kind, stream, deliver, stream, message)
             return
@@ -107,13 +103,11 @@ class SimNetwork:
         if random() < self.duplicate:
             world.post(self._delay(random) + 0.1, kind, stream, deliver, stream, message)
 
-    def echo(self, within: float, kind: str = "", fits=None) -> None:
-        """Deliver a recent message again, of one kind and of streams that fit, if given."""
+    def echo(self, within: float) -> None:
+        """Deliver a recent message of a random kind again."""
         rng = self.world.rng
-        sent = self.sent[kind or rng.choice(_ECHOED)]
-        items = [item for item in sent if fits is None or fits(item[1])]
-        if items:
-            self.world.after(within * rng.random(), *rng.choice(items))
+        if sent := self.sent[rng.choice(_ECHOED)]:
+            self.world.after(within * rng.random(), *rng.choice(sent))
 
     def calm_weather(self) -> bool:
         return self.drop == self.duplicate == self.linger == 0.0

@@ -1,7 +1,6 @@
 """One seed: a time of faults, then a calm in which every plan must end and a new one succeed."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from structlog.testing import capture_logs
@@ -197,27 +196,23 @@ def run_seed(
     kit: Kit | None = None,
     trace: bool = False,
     hazard: Hazard | None = None,
-    watch: Callable[[FleetWorld], None] | None = None,
     world_type: type[FleetWorld] = FleetWorld,
 ) -> Outcome:
     """Run one seed to its end or to the first broken invariant.
 
     Args:
         hazard: in place of the seed's own.
-        watch: called with the world before it begins.
         world_type: the kind of engine.
     """
     with capture_logs() as logs:
-        outcome = _run(world_type(seed, kit, trace), seed, trace, hazard, watch)
+        outcome = _run(world_type(seed, kit, trace), seed, trace, hazard)
     errors = [line for line in logs if line["event"] in ERRORS]
     if errors and outcome.violation is None:
         outcome.violation, outcome.detail = AGENT_ERROR, f"{errors[0]}"
     return outcome
 
 
-def _run(world: FleetWorld, seed: int, trace: bool, hazard: Hazard | None, watch) -> Outcome:
-    if watch is not None:
-        watch(world)
+def _run(world: FleetWorld, seed: int, trace: bool, hazard: Hazard | None) -> Outcome:
     world.print_trace = trace
     outcome = Outcome(seed, 0)
     try:

@@ -380,10 +380,6 @@ class Seat:
                     self.retire()
                 case "freeze":
                     self.ask(ctl.PlansFrozen(world.rng.choice((0, 1))))
-                case "thaw":
-                    self.ask(ctl.PlansFrozen(0))
-                case "policy":
-                    self.ask(ctl.PolicySet(control.policy, {}))
                 case "mode":
                     mode = world.rng.choice((Mode.AUTO, Mode.PROPOSE, Mode.OBSERVE))
                     policy = DeploymentPolicy(mode=mode, cycle_s=world.cycle_s)

@@ -16,21 +16,12 @@ class Hold:
         self.fits = fits
         self.parcels: list = []
 
-    def let_go(self, within: float, kinds: frozenset | None = None) -> None:
-        """Deliver held messages in their order; only of `kinds`, if given."""
-        parcels = self.parcels
-        going = [parcel for parcel in parcels if kinds is None or parcel[0] in kinds]
-        self.parcels = [
-            parcel for parcel in parcels if kinds is not None and parcel[0] not in kinds
-        ]
-        for number, (_, call, args) in enumerate(going, 1):
-            self.world.after(within * number / len(going), call, *args)
-
-    def end(self, within: float = 0.02) -> None:
-        """Deliver all held messages, and hold no more."""
+    def end(self) -> None:
+        """Deliver all held messages in their order, and hold no more."""
         if self in self.world.holds:
             self.world.holds.remove(self)
-            self.let_go(within)
+            for number, (call, args) in enumerate(self.parcels, 1):
+                self.world.after(0.02 * number / len(self.parcels), call, *args)
 
 
 class World:
@@ -64,7 +55,7 @@ class World:
         """`after` for a message of a stream, or a result for a seat, that may be held back."""
         for hold in self.holds:
             if hold.fits(kind, owner):
-                hold.parcels.append((kind, call, args))
+                hold.parcels.append((call, args))
                 return
         self.after(delay, call, *args)
 
