@@ -269,6 +269,10 @@ class FakeOperations:
         if deployment not in self.views:
             raise NotFound(f"no deployment {deployment}")
 
+    def _known(self, deployment, plan_id):
+        found = (one for one in self.records[deployment] if one.plan.plan_id == plan_id)
+        return next(found, None)
+
     async def deployments(self):
         return list(self.views.values())
 
@@ -283,12 +287,9 @@ class FakeOperations:
         self._check(deployment)
         self.calls.append(("create_plan", deployment, request))
         plan_id = request.plan_id or f"p-{len(self.records[deployment]) + 1}"
-        for record in self.records[deployment]:
-            if record.plan.plan_id == plan_id:
-                if record.request_digest != repr(request.policy):
-                    raise Conflict(f"plan {plan_id} was made from another body", Reason.ID_REUSED)
-                return record
-        record = make_plan(plan_id, deployment, request_digest=repr(request.policy))
+        if (known := self._known(deployment, plan_id)) is not None:
+            return known
+        record = make_plan(plan_id, deployment)
         if request.dry_run:
             return record
         if request.approve:
@@ -307,10 +308,9 @@ class FakeOperations:
 
     async def plan(self, deployment, plan_id):
         self._check(deployment)
-        for record in self.records[deployment]:
-            if record.plan.plan_id == plan_id:
-                return record
-        raise NotFound(f"no plan {plan_id}")
+        if (record := self._known(deployment, plan_id)) is None:
+            raise NotFound(f"no plan {plan_id}")
+        return record
 
     async def _move(self, deployment, plan_id, phase, reason, by):
         record = await self.plan(deployment, plan_id)
@@ -335,19 +335,11 @@ class FakeOperations:
     async def rollback(self, deployment, request):
         self._check(deployment)
         self.bounded = request.bounded
+        if (known := self._known(deployment, request.plan_id)) is not None:
+            return known
         target = request.to_placement or request.to_epoch
-        for record in self.records[deployment]:
-            if record.plan.plan_id == request.plan_id:
-                if record.request_digest != repr(target):
-                    raise Conflict("the plan was made from another body", Reason.ID_REUSED)
-                return record
         self.calls.append(("rollback", deployment, target, request.requested_by))
-        record = make_plan(
-            request.plan_id or "rollback-1",
-            deployment,
-            phase=PlanPhase.APPROVED,
-            request_digest=repr(target),
-        )
+        record = make_plan(request.plan_id or "rollback-1", deployment, phase=PlanPhase.APPROVED)
         self.records[deployment].insert(0, record)
         return record
 

@@ -235,16 +235,6 @@ async def test_the_preview_of_a_rollback_names_the_one_plan_that_it_takes_back(c
     assert await undone(0) is None
 
 
-async def test_the_same_id_makes_only_one_rollback(client, operations):
-    path, body = "/v1/deployments/demo/rollback", {"plan_id": "mine-1", "to_epoch": 2}
-    first = await client.post(path, json=body, headers={"Idempotency-Key": "k-1"})
-    again = await client.post(path, json=body, headers={"Idempotency-Key": "k-2"})
-    assert first.headers["location"] == again.headers["location"] == f"{PLANS}/mine-1"
-    assert_problem(await client.post(path, json={**body, "to_epoch": 1}), 409, "id_reused")
-    assert_problem(await client.post(path, json={**body, "plan_id": "/"}), 422)
-    assert len(operations.calls) == 1
-
-
 @pytest.mark.parametrize(("token", "bounded"), [(OPERATE, True), (ADMIN, False)])
 @pytest.mark.parametrize("path", ["plans/p1/approve", "rollback"])
 async def test_only_an_admin_approves_or_rolls_back_beyond_the_limits(
