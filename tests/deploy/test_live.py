@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import re
 import shutil
 import subprocess
@@ -24,7 +23,6 @@ from tests.deploy.queries import (
     RULES,
     TARGET_LABELS,
     annotation_queries,
-    at_once,
     panel_queries,
     rule_queries,
 )
@@ -236,33 +234,3 @@ async def test_every_panel_and_annotation_has_data_after_a_real_run(tmp_path):
             assert sorted(missing) == []
             checked = promtool("check", "metrics", stdin=seen.text)
             assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
-
-
-@pytest.mark.promtool
-async def test_an_alert_fires_in_a_real_prometheus_and_resolves_when_a_plan_restores_balance(
-    tmp_path,
-):
-    rules = at_once("EvenkeelBalancednessLow")
-    async with controller_with_a_past(tmp_path / "controller") as (controller, group, _):
-        policy = f"/v1/deployments/{DEPLOYMENT}/policy"
-        answer = await controller.http.patch(policy, json={"mode": "observe"})
-        assert answer.is_success, answer.text
-        group.popularity = group.draw(seed=0)
-        async with Prometheus(
-            tmp_path / "prometheus", controller.ports["metrics"], rules
-        ) as prometheus:
-
-            async def state():
-                return (await prometheus.alerts()).get("EvenkeelBalancednessLow")
-
-            async def firing():
-                return await state() == "firing"
-
-            async def resolved():
-                return await state() is None
-
-            await until(firing, within_s=60)
-            answer = await controller.http.patch(policy, json={"mode": "auto"})
-            assert answer.is_success, json.dumps(answer.json())
-            await until(resolved, within_s=90)
-            assert group.epoch >= 1
