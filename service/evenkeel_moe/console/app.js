@@ -36,15 +36,7 @@ function App() {
     setHolder(null);
     setNotice(words);
   }, []);
-  const api = useMemo(
-    () =>
-      token
-        ? new Api(token, () =>
-            signOut("The token is not accepted. It is wrong, or it was revoked."),
-          )
-        : null,
-    [token],
-  );
+  const api = useMemo(() => (token ? new Api(token, signOut) : null), [token]);
   const [failed, setFailed] = useState(null);
   useEffect(() => {
     if (!api) return;

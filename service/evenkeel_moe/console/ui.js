@@ -214,7 +214,7 @@ export function BeforeAfter({ name, words, before, after, show }) {
       ></span>
       <span class="bar-value">${show(value)}</span>
     </div>`;
-  return html`<div class="bars">
+  return html`<div>
     <h3>${name}</h3>
     ${bar("now", words[0], before)}${bar("then", words[1], after)}
   </div>`;

@@ -193,7 +193,8 @@ test("a picture has one pixel a cell", () => {
 });
 
 test("load is told with its age, and whether any rank is connected", () => {
-  const at = (connected, reported) => reportedWords({ connected, reported }, 1000);
+  const at = (ranks_connected, newest_step_unix) =>
+    reportedWords({ ranks_connected, newest_step_unix }, 1000);
   assert.equal(at(2, 1000), "reported just now");
   assert.equal(at(2, 998), "last reported 2 s ago");
   assert.equal(at(2, 760), "last reported 4 min ago");

@@ -94,17 +94,8 @@ function picture(rows, dark) {
 }
 
 function draw(canvas, image, rows, size, [row, col], column, dark) {
-  const ratio = devicePixelRatio || 1;
   const { cellWidth, cellHeight, width, height } = size;
-  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
-    canvas.width = Math.round(width * ratio);
-    canvas.height = Math.round(height * ratio);
-    canvas.style.width = `${width}px`;
-    canvas.style.height = `${height}px`;
-  }
-  const context = canvas.getContext("2d");
-  context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  context.clearRect(0, 0, width, height);
+  const context = blank(canvas, width, height);
   context.imageSmoothingEnabled = false;
   context.drawImage(image, LEFT, TOP, width - LEFT, height - TOP);
   if (cellWidth >= MARK_FROM && cellHeight >= MARK_FROM) marks(context, rows, size, dark);
@@ -117,6 +108,21 @@ function draw(canvas, image, rows, size, [row, col], column, dark) {
     cellWidth + 2,
     cellHeight + 2,
   );
+}
+
+/** Clears the canvas and makes it as large as asked, in CSS pixels; returns its context. */
+export function blank(canvas, width, height) {
+  const ratio = devicePixelRatio || 1;
+  const [wide, high] = [width, height].map((length) => Math.round(length * ratio));
+  const context = canvas.getContext("2d");
+  // A canvas whose size is set again loses its memory, so that moving the cursor takes longer.
+  if (canvas.width !== wide || canvas.height !== high) {
+    Object.assign(canvas, { width: wide, height: high });
+    Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+  }
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return context;
 }
 
 /** A dot in every cell with much load, and a cross in every cell whose load is unknown. */

@@ -6,7 +6,7 @@ import { counted } from "../lib/format.js";
 import { movesBetween, replicas, slotLayout } from "../lib/placement.js";
 import { useDark, useWidth } from "../net/poll.js";
 import { html } from "../ui.js";
-import { Scale } from "./heatmap.js";
+import { blank, Scale } from "./heatmap.js";
 
 /**
  * A layer to choose, and its slots.
@@ -37,7 +37,7 @@ export function LayerSlots({ layers, before, after, slotsPerRank, loads, first }
 }
 
 /** One layer as a drawing, and in words. */
-export function SlotMap({ before, after, slotsPerRank, loads }) {
+function SlotMap({ before, after, slotsPerRank, loads }) {
   const [element, width] = useWidth();
   const canvas = useRef(null);
   const dark = useDark();
@@ -81,13 +81,7 @@ function draw(canvas, { before, after, slotsPerRank, loads, width, dark }) {
   const changes = after !== null && before.some((expert, slot) => expert !== after[slot]);
   const box = slotLayout(ranks, slotsPerRank, width, changes ? 52 : 34);
   const full = Math.max(width, box.blockWidth);
-  const ratio = devicePixelRatio || 1;
-  canvas.width = Math.round(full * ratio);
-  canvas.height = Math.round(box.height * ratio);
-  canvas.style.width = `${full}px`;
-  canvas.style.height = `${box.height}px`;
-  const context = canvas.getContext("2d");
-  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  const context = blank(canvas, full, box.height);
   const ink = dark ? "#e8eaee" : "#1c2128";
   const several = replicas(before);
   for (let rank = 0; rank < ranks; rank += 1) {

@@ -13,12 +13,11 @@ export const LEVELS = {
 /**
  * The window of load stays after the last rank is gone.
  *
- * @param {{connected: number, reported: number | null}} map ranks that are connected, and Unix
- *   seconds of the newest complete step
+ * @param {{ranks_connected: number, newest_step_unix: number | null}} map as REST returns it
  * @param {number} now Unix seconds
  * @returns {string} How old the load is.
  */
-export function reportedWords({ connected, reported }, now) {
+export function reportedWords({ ranks_connected: connected, newest_step_unix: reported }, now) {
   const told = ago(reported, now);
   const known = told === "now" ? "reported just now" : `last reported ${told}`;
   const when = isKnown(reported) ? known : "it is unknown when it was last reported";

@@ -8,7 +8,7 @@ const MOST_KEPT = 60;
 export class Api {
   /**
    * @param {string} token
-   * @param {() => void} [refused] called if the token is no longer accepted
+   * @param {(words: string) => void} [refused] called if the token is no longer accepted
    */
   constructor(token, refused = () => {}) {
     this.token = token;
@@ -83,8 +83,9 @@ export class Api {
     if (Number.isFinite(date)) this.noteClock(date / 1000);
     if (response.ok || response.status === 304) return response;
     const problem = await response.json().catch(() => null);
-    if (response.status === 401) this.refused();
-    throw new RequestError(response.status, problem);
+    const error = new RequestError(response.status, problem);
+    if (response.status === 401) this.refused(error.message);
+    throw error;
   }
 
   /** The header has whole seconds, so that smaller differences say nothing. */

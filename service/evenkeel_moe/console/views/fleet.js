@@ -55,13 +55,13 @@ function Row({ api, row }) {
       ${row.mode ? html`<${Badge}>mode ${row.mode}<//>` : ""}
       ${row.ranks ? html`<${Badge}>${fresh} of ${row.shape.num_ranks} ranks<//>` : ""}
     </div>
-    <div class="fleet-words">
+    <div>
       <p><b>${health.text}</b></p>
       ${decision ? html`<${Newest} ...${{ decision, now: api.now(), above: health.text }} />` : ""}
       ${waiting.map((each) => html`<${Waiting} key=${each.plan_id} row=${row} plan=${each} />`)}
       ${plan ? html`<${Running} row=${row} plan=${plan} />` : ""}
     </div>
-    <div class="fleet-balance">
+    <div>
       <p class="figures">
         ${knowsTime(row) && html`<${Figure} value=${row.time_balance} name="time balance" />`}
         <${Figure} value=${row.balancedness_mean} name="balancedness" />

@@ -26,25 +26,13 @@ const PHASES = [
 /** Asks for all parts of a heat map: a large one comes in several answers. */
 async function wholeMap(api, path, phase) {
   const query = phase ? `&phase=${phase}` : "";
-  const whole = await api.get(`${path}/heatmap?first_layer=0${query}`);
-  const parts = [whole];
-  let next = whole.next_layer;
-  while (next !== null && next !== undefined) {
-    const part = await api.get(`${path}/heatmap?first_layer=${next}${query}`);
-    parts.push(part);
-    next = part.next_layer;
-  }
+  const parts = [];
+  for (let next = 0; next !== null; next = parts.at(-1).next_layer)
+    parts.push(await api.get(`${path}/heatmap?first_layer=${next}${query}`));
+  const [whole] = parts;
   const joined = (name) =>
     whole[name] === null ? null : parts.flatMap((part) => part[name] ?? []);
-  return {
-    steps: whole.steps,
-    newest: whole.newest_step,
-    reported: whole.newest_step_unix,
-    connected: whole.ranks_connected,
-    past: whole.is_past,
-    ranks: joined("ranks"),
-    experts: joined("experts"),
-  };
+  return { ...whole, ranks: joined("ranks"), experts: joined("experts") };
 }
 
 /** The maps seen since the view was opened, oldest first. */
@@ -64,7 +52,7 @@ function useMoments(api, path, phase) {
       setMoments((old) => {
         const last = old[old.length - 1];
         // The same steps are one moment, also if the placement has changed since.
-        return last?.newest === map.newest
+        return last?.newest_step === map.newest_step
           ? [...old.slice(0, -1), { ...map, at: last.at }]
           : [...old, map].slice(-MOST_MOMENTS);
       });
@@ -145,10 +133,10 @@ function Slider({ moments, index, now, onChange }) {
   if (!moments.length) return "";
   const map = moments[index];
   const live = index === moments.length - 1;
-  const { past } = map;
+  const past = map.is_past;
   const reported = reportedWords(map, now);
   const when = live ? `Now, ${reported}` : `${timeOfDay(map.at)} UTC, ${ago(map.at, now)}`;
-  const steps = `${count(map.steps)} steps up to step ${count(map.newest)}`;
+  const steps = `${count(map.steps)} steps up to step ${count(map.newest_step)}`;
   return html`<div class="slider">
     <label for="moment">Time</label>
     <input
