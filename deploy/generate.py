@@ -9,7 +9,6 @@ service.
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +163,8 @@ def alertmanager() -> str:
 # --- the table of values ---
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    path: tuple[str, ...]
-    description: str
-
-
-def _rows() -> Iterator[_Row]:
-    """Yield every described key of values.yaml, in order.
+def _rows() -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the path and the description of every described key of values.yaml, in order.
 
     A description begins with `# --` and is directly above its key.
     """
@@ -187,7 +180,7 @@ def _rows() -> Iterator[_Row]:
             indent = len(found[1])
             path = [*((depth, key) for depth, key in path if depth < indent), (indent, found[2])]
             if description:
-                yield _Row(tuple(key for _, key in path), " ".join(description))
+                yield tuple(key for _, key in path), " ".join(description)
             description = []
         else:
             description = []
@@ -196,13 +189,13 @@ def _rows() -> Iterator[_Row]:
 def values_table() -> str:
     """Return the values as a Markdown table."""
     lines = ["| Value | Default | Meaning |", "|---|---|---|"]
-    for row in _rows():
+    for path, description in _rows():
         value: Any = values()
-        for key in row.path:
+        for key in path:
             value = value[key]
         default = json.dumps(value).replace("|", "\\|")
-        meaning = row.description.replace("|", "\\|")
-        lines.append(f"| `{'.'.join(row.path)}` | `{default}` | {meaning} |")
+        meaning = description.replace("|", "\\|")
+        lines.append(f"| `{'.'.join(path)}` | `{default}` | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.api.context import About, Asked, Paging
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
+from evenkeel_moe.api.schema_base import shown
 from evenkeel_moe.api.schemas import (
     AuditPage,
     AuditRowOut,
@@ -49,11 +50,10 @@ async def get_heatmap(
         rows = await asyncio.to_thread(_heat_map_of, windows, view.placement(), first_layer)
     status = view.status()
     connected = sum(rank.fresh for rank in status.ranks)
-    return HeatMapOut(
-        deployment=about.deployment,
-        epoch=status.epoch,
+    return shown(
+        HeatMapOut,
+        status,
         phase=phase,
-        newest_step_unix=status.newest_step_unix,
         ranks_connected=connected,
         is_past=not connected or is_stale(status, about.bounds),
         first_layer=first_layer,

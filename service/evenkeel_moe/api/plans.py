@@ -18,6 +18,7 @@ from evenkeel_moe.api.context import (
 from evenkeel_moe.api.convert import plan_out, plan_request, plan_summary
 from evenkeel_moe.api.large_bodies import LargeBodyRoute
 from evenkeel_moe.api.problems import CONFLICT, STALE
+from evenkeel_moe.api.schema_base import shown
 from evenkeel_moe.api.schemas import (
     EpochsOut,
     PlanIn,
@@ -177,12 +178,11 @@ async def preview_rollback(
     newest, _ = await operations.plans(name, _LOOKED_AT)
     undone = None if wanted.to_placement else plan_between(newest, to_epoch, plan.base_epoch)
     status = await about.status()
-    return RollbackPreviewOut(
+    return shown(
+        RollbackPreviewOut,
+        plan,
         to_epoch=to_epoch,
-        base_epoch=plan.base_epoch,
         waves=len(plan.waves),
-        moves=plan.moves,
-        nbytes=plan.nbytes,
         expected_stall_s=plan.numbers.get("expected_stall_s"),
         undoes=None if undone is None else plan_summary(undone),
         figures=preview_figures(plan, status),
