@@ -76,13 +76,24 @@ def test_the_defaults_need_no_custom_resources():
     assert not {one["kind"] for one in rendered("default")} & CUSTOM
 
 
-def test_a_misspelt_value_is_refused():
-    assert "replicaCuont" in refusal("replicaCuont=2")
-    assert "thresholds" in refusal("prometheusRule.thresholds.balancednessMinimum=1")
-    assert "config.planner" in refusal("config.planner.mde=auto")
-    assert "config.planner: Additional property mode" in refusal("config.planner.mode=auto")
-    assert "grpc" in refusal("config.grpc.port=1")
-    assert "prefix" in refusal("config.redis.prefix=another")
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("replicaCuont=2", "replicaCuont"),
+        ("prometheusRule.thresholds.balancednessMinimum=1", "thresholds"),
+        ("config.planner.mde=auto", "config.planner"),
+        ("config.planner.mode=auto", "config.planner: Additional property mode"),
+        ("config.grpc.port=1", "grpc"),
+        ("config.redis.prefix=another", "prefix"),
+        ("extraEnv[0].nam=x", "extraEnv"),
+        ("extraEnv[0].value=x", "extraEnv"),
+        ("resources.request.cpu=1", "resources"),
+        ("resources.limits.memory=2Gib", "resources"),
+        ("emptyDir.tmpSizeLimit=1 GB", "tmpSizeLimit"),
+    ],
+)
+def test_misspelt_values_are_refused(value, named):
+    assert named in refusal(value)
 
 
 @pytest.mark.parametrize(

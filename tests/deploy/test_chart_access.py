@@ -159,20 +159,6 @@ def test_the_test_pod_runs_where_the_controllers_run():
     assert own["spec"]["tolerations"] == [{"operator": "Exists"}]
 
 
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [
-        ("extraEnv[0].nam=x", "extraEnv"),
-        ("extraEnv[0].value=x", "extraEnv"),
-        ("resources.request.cpu=1", "resources"),
-        ("resources.limits.memory=2Gib", "resources"),
-        ("emptyDir.tmpSizeLimit=1 GB", "tmpSizeLimit"),
-    ],
-)
-def test_misspelt_values_are_refused(value, named):
-    assert named in refusal(value)
-
-
 def test_thresholds_that_the_controllers_would_refuse_are_refused():
     names = health_thresholds()
     assert {field.name for field in fields(HealthBounds)} - set(names.values()) == {

@@ -172,11 +172,6 @@ def test_a_password_of_any_characters_reaches_the_settings(tmp_path, monkeypatch
     assert settings.redis.url.startswith("rediss://keeper@redis.data.svc")
 
 
-@every_values
-def test_no_image_of_bitnami(name):
-    assert "bitnami" not in rendered_text(name).lower()
-
-
 def test_the_trial_store_is_opt_in_official_and_marked():
     assert not kind("default", "Deployment")
     trial = only("all-on", "Deployment")

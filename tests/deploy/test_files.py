@@ -166,8 +166,7 @@ def test_examples_name_the_versions_the_plugins_know():
 
 def documents():
     return [
-        ROOT / "docs" / "operations.md",
-        ROOT / "docs" / "metrics.md",
+        *(ROOT / "docs" / f"{name}.md" for name in ("operations", "metrics", "api", "engines")),
         CHART / "README.md",
         *sorted((ROOT / "docs" / "runbooks").glob("*.md")),
         ROOT / "deploy" / "examples" / "README.md",
