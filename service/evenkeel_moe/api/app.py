@@ -108,13 +108,8 @@ def _with_shared_problems(document: dict[str, Any]) -> dict[str, Any]:
     for item in document["paths"].values():
         for operation in item.values():
             for status, response in operation["responses"].items():
-                content = response.get("content", {})
-                if (
-                    content.get("application/json", {})
-                    .get("schema", {})
-                    .get("$ref", "")
-                    .endswith("/ProblemOut")
-                ):
+                if "content" in response and int(status) >= 400:
+                    content = response["content"]
                     content["application/problem+json"] = content.pop("application/json")
                     name = re.sub(r"\W", "", response["description"].title())
                     shared[name] = response
