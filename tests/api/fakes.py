@@ -29,7 +29,7 @@ from evenkeel_moe.planning.decision.replica_levels import (
     ReplicaLevel,
 )
 from evenkeel_moe.planning.decision.verdict import Call, Verdict
-from evenkeel_moe.planning.problem.objective import Objective
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.problem.survival import Coverage, Survive
 from evenkeel_moe.ports.operations import (
     Advice,
@@ -40,6 +40,7 @@ from evenkeel_moe.ports.operations import (
     RecordedEpoch,
 )
 from evenkeel_moe.ports.status import DeploymentStatus, RankStatus, ResizeStatus
+from evenkeel_moe.replay.planners import cycle_inputs
 from tests.telemetry.reports import load_window
 
 SHAPE = ModelShape(
@@ -190,13 +191,13 @@ def make_capacity(request: CapacityRequest, **changes) -> CapacityAdvice:
     """Return the comparison of the widths of a request on the window of `make_window`."""
     counts = make_window().counts
     values: dict[str, Any] = {
+        "group": cycle_inputs(
+            PlacementProblem(counts.astype(np.float64), SHAPE, Topology.single_node(2)),
+            Placement.initial(SHAPE),
+            "eplb",
+        ),
         "planned_on": counts[:3],
         "scored_on": counts[3:],
-        "shape": SHAPE,
-        "topology": Topology.single_node(2),
-        "current": Placement.initial(SHAPE),
-        "objective": Objective(),
-        "policy": "eplb",
         "asked": request,
         "kv": KvMemory(10, 50_000),
     }

@@ -13,6 +13,7 @@ from evenkeel_moe.planning.decision.capacity import (
 from evenkeel_moe.replay.from_options import policy_options
 from evenkeel_moe.replay.offline import check_fits, steps_to_plan_on
 from evenkeel_moe.replay.options import CapacityOptions
+from evenkeel_moe.replay.planners import cycle_inputs
 from evenkeel_moe.replay.replica_tradeoff import kv_memory
 from evenkeel_moe.replay.walk import Setup
 
@@ -39,16 +40,13 @@ def weigh_recording(
     if current is not None:
         check_fits("the current placement", current, setup.shape)
     cut, kv = steps_to_plan_on(len(setup.load), asked.held_out), kv_memory(asked)
+    problem, present = setup.problem(0, cut, None), current or Placement.initial(setup.shape)
+    group = cycle_inputs(problem, present, asked.policy)
     weighed = weigh_capacity(
         CapacityInputs(
+            group=replace(group, policy_options=policy_options([asked.policy], asked)),
             planned_on=setup.load[:cut],
             scored_on=setup.load[cut:],
-            shape=setup.shape,
-            topology=setup.topology,
-            current=current or Placement.initial(setup.shape),
-            objective=setup.problem(0, cut, None).objective,
-            policy=asked.policy,
-            policy_options=policy_options([asked.policy], asked).get(asked.policy, {}),
             asked=CapacityRequest(
                 **{each.name: getattr(asked, each.name) for each in fields(CapacityRequest)}
             ),
@@ -56,8 +54,6 @@ def weigh_recording(
             # The options name all the memory there is.
             free_bytes=None if kv is None else 0,
             unfit=tuple(each.words for each in doubts(findings)),
-            max_evaluations=setup.max_evaluations,
-            seed=setup.seed,
         )
     )
     if current is not None:

@@ -30,7 +30,7 @@ from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.decision.verdict import held_out_steps
 from evenkeel_moe.planning.policies.eplb import plan_eplb
 from evenkeel_moe.planning.policies.registry import known_policies
-from evenkeel_moe.planning.problem.placement_problem import Policy, Proposal
+from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, Policy, Proposal
 from evenkeel_moe.planning.schedule.relabel import relabel_proposal
 from evenkeel_moe.planning.signals.change_detection import Change
 from evenkeel_moe.replay.walk import Planner, Replan, Setup
@@ -124,6 +124,32 @@ def warm_up(
             planner(Replan(0, last, setup.problem(0, last, current), setup))
 
 
+def cycle_inputs(
+    problem: PlacementProblem,
+    current: Placement,
+    policy: str,
+    source_load: NDArray[np.float64] | None = None,
+) -> CycleInputs:
+    """Return the inputs of a cycle in `auto`, with default thresholds, whose ranks all live."""
+    return CycleInputs(
+        load=problem.load,
+        shape=problem.shape,
+        topology=problem.topology,
+        current=current,
+        policy=policy,
+        settings=GateSettings(),
+        staging_bytes=(),
+        now_unix=0.0,
+        mode=Mode.AUTO,
+        ranks_fresh=problem.shape.num_ranks,
+        newest_step_age_s=0.0,
+        objective=problem.objective,
+        max_evaluations=problem.max_evaluations,
+        source_load=source_load,
+        seed=problem.seed,
+    )
+
+
 def with_verdict(planner: Planner) -> Planner:
     """Return a planner that adopts plans of `planner` only if they pass the gates after planning.
 
@@ -136,8 +162,7 @@ def with_verdict(planner: Planner) -> Planner:
     Thresholds are the controller's defaults. A short window decides on fewer steps, which must be
     as certain as in a controller after a change of traffic (`WindowSplit.least`).
     """
-    settings = GateSettings()
-    least = int(settings.min_held_out_steps)
+    least = int(GateSettings().min_held_out_steps)
 
     def plan(replan: Replan) -> Proposal | None:
         problem, setup, window = replan.problem, replan.setup, len(replan.problem.load)
@@ -150,22 +175,8 @@ def with_verdict(planner: Planner) -> Planner:
         if proposal is None:
             return None
         target = relabel_proposal(problem, proposal)
-        inputs = CycleInputs(
-            load=problem.load,
-            shape=problem.shape,
-            topology=problem.topology,
-            current=current,
-            policy="",  # It has planned already; the judgement does not look at it.
-            settings=settings,
-            staging_bytes=(),
-            now_unix=0.0,
-            mode=Mode.AUTO,
-            ranks_fresh=problem.shape.num_ranks,
-            newest_step_age_s=0.0,
-            objective=problem.objective,
-            source_load=setup.split(cut, replan.step).source_load,
-            seed=problem.seed,
-        )
+        # The policy has planned already; the judgement does not look at it.
+        inputs = cycle_inputs(problem, current, "", setup.split(cut, replan.step).source_load)
         split = WindowSplit(0, window - held_out, Change(0, math.nan), min(least, held_out))
         verdict, _ = judge_target(inputs, target, split)
         adopted = decide_target(inputs, target, verdict, split).passed

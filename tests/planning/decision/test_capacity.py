@@ -1,5 +1,5 @@
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.decision import capacity
+from evenkeel_moe.planning.decision import cycle
 from evenkeel_moe.planning.decision.capacity import (
     CapacityInputs,
     CapacityRequest,
@@ -30,19 +30,19 @@ GIB = 2**30
 
 
 def question(asked=None, **changes):
+    """Return inputs; changes of the group are given by name like those of the comparison."""
     known: dict[str, Any] = {
         "planned_on": LOAD[:50].astype(np.float64),
         "scored_on": LOAD[50:],
-        "shape": SHAPE,
-        "topology": Topology((0, 0, 1, 1)),
-        "current": Placement.initial(SHAPE),
-        "objective": Objective(),
-        "policy": "keel",
         "asked": CapacityRequest(**(asked or {})),
         "kv": KvMemory(10, 50_000),
         "free_bytes": 500,
     }
-    return CapacityInputs(**(known | changes))
+    known |= {
+        each.name: changes.pop(each.name) for each in fields(CapacityInputs) if each.name in changes
+    }
+    of_group = {"topology": Topology((0, 0, 1, 1)), "policy": "keel"} | changes
+    return CapacityInputs(inputs(LOAD[:0], **of_group), **known)
 
 
 def rows_of(asked=None, **changes):
@@ -135,13 +135,13 @@ def test_a_replica_budget_holds_at_every_width_in_slots_that_divide_over_its_ran
         assert replicas.max() <= problem.replica_budget
         return relabel_proposal(problem, proposal)
 
-    monkeypatch.setattr(capacity, "relabel_proposal", note)
+    monkeypatch.setattr(cycle, "relabel_proposal", note)
     rows_of({"to_ranks": (2, 3, 4, 5, 16)}, policy=policy, replica_budget=0)
     assert asked == {2: 0, 3: 1, 4: 0, 5: 2, 16: 8}
     rows_of({"to_ranks": (2, 4), "to_slots": 8}, policy=policy, replica_budget=4)
     assert (asked[2], asked[4]) == (0, 0), "there are no more slots"
-    cycle = inputs(LOAD, policy=policy, replica_budget=4)
-    assert prepare_capacity(cycle, CapacityRequest((8,)), None, None)[0].replica_budget == 4
+    group = inputs(LOAD, policy=policy, replica_budget=4)
+    assert prepare_capacity(group, CapacityRequest((8,)), None, None)[0].group.replica_budget == 4
 
 
 def test_curves_of_kept_ranks_stay_and_who_joins_has_the_mean():

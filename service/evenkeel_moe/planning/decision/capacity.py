@@ -11,8 +11,8 @@ given:
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,20 +21,20 @@ from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.model.cost import CostBasis, CostCurves, CostModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanLimits
-from evenkeel_moe.model.policy import OptionValue
 from evenkeel_moe.model.quantities import bytes_text, counted, duration_text, numbered, saving
 from evenkeel_moe.model.topology import ModelShape, Topology, slots_of_rank
 from evenkeel_moe.model.unknown import NanIfUnknown
-from evenkeel_moe.planning.decision.cycle import CycleInputs, change_of, split_window
+from evenkeel_moe.planning.decision.cycle import (
+    CycleInputs,
+    ask_policy,
+    change_of,
+    split_window,
+)
 from evenkeel_moe.planning.decision.kv_tradeoff import KvMemory
 from evenkeel_moe.planning.decision.recommendation import unfit_window
 from evenkeel_moe.planning.decision.verdict import judge
-from evenkeel_moe.planning.policies.registry import find_policy
 from evenkeel_moe.planning.problem import metrics, moe_time
-from evenkeel_moe.planning.problem.objective import Objective
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem
 from evenkeel_moe.planning.problem.token_split import SplitModel
-from evenkeel_moe.planning.schedule.relabel import relabel_proposal
 from evenkeel_moe.planning.schedule.survivors import rows_that_stay
 from evenkeel_moe.planning.schedule.width_change import (
     carry_over,
@@ -77,28 +77,19 @@ class CapacityRequest:
 class CapacityInputs:
     """The inputs of a comparison of widths. Shape, topology, cost and memory are those of today."""
 
+    group: CycleInputs
+    """The group, its policy and objective; the window in it is not read."""
     planned_on: NDArray[np.generic]
     """(T, L, E) [tokens] steps to plan on; T is 0 where no step may be used."""
     scored_on: NDArray[np.generic]
     """(T', L, E) [tokens] later steps."""
-    shape: ModelShape
-    topology: Topology
-    current: Placement
-    objective: Objective
-    policy: str
     asked: CapacityRequest
-    policy_options: Mapping[str, OptionValue] = field(default_factory=dict)
-    replica_budget: int | None = None
-    """Redundant slots per layer that today's plans may fill; None for all."""
     kv: KvMemory | None = None
     """The KV cache of the rank that holds the fewest tokens; None if unknown."""
     free_bytes: int | None = None
     """Free memory of the rank with least, beside the KV cache; None if unknown."""
     unfit: tuple[str, ...] = ()
     """Why no step may be used, in sentences; empty if they may."""
-    max_evaluations: int | None = None
-    threads: int = 1
-    seed: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -169,24 +160,16 @@ def prepare_capacity(
 
     `kv` and `free_bytes` are those of `CapacityInputs`.
     """
-    options = cycle.policy_options.get(cycle.policy, {})
     unfit, split = unfit_window(cycle), split_window(cycle, change_of(cycle))
     inputs = CapacityInputs(
-        planned_on=split.planned_on(cycle.load, find_policy(cycle.policy).inputs_with(options)),
+        # Each width is weighed by a call to another process: the window need not go along twice.
+        group=replace(cycle, load=cycle.load[:0], source_load=None),
+        planned_on=split.planned_on(cycle.load, cycle.policy_inputs),
         scored_on=cycle.load[split.cut :],
-        shape=cycle.shape,
-        topology=cycle.topology,
-        current=cycle.current,
-        objective=cycle.objective,
-        policy=cycle.policy,
         asked=asked,
-        policy_options=options,
-        replica_budget=cycle.replica_budget,
         kv=kv,
         free_bytes=free_bytes,
         unfit=() if unfit is None else unfit[1],
-        max_evaluations=cycle.max_evaluations,
-        threads=cycle.threads,
     )
     return inputs, widths_of(inputs)
 
@@ -208,7 +191,7 @@ def widths_of(inputs: CapacityInputs) -> tuple[Width, ...]:
         ShapeMismatch: slots that do not divide over the ranks or cannot hold the experts, or a
             width that is not of whole nodes.
     """
-    asked, shape, topology = inputs.asked, inputs.shape, inputs.topology
+    asked, shape, topology = inputs.asked, inputs.group.shape, inputs.group.topology
     if asked.multi_node_bytes < 0:
         raise InvalidInput(f"multi_node_bytes is {asked.multi_node_bytes}, must not be negative")
     if asked.retire:
@@ -218,7 +201,7 @@ def widths_of(inputs: CapacityInputs) -> tuple[Width, ...]:
         numbers = [shape.num_ranks - len(asked.retire)]
     else:
         numbers = sorted(set(asked.to_ranks)) or _numbers(shape, topology, asked)
-    held = holders(inputs.current)
+    held = holders(inputs.group.current)
     return tuple(_width(inputs, held, number) for number in numbers)
 
 
@@ -242,7 +225,7 @@ def _numbers(shape: ModelShape, topology: Topology, asked: CapacityRequest) -> l
 
 
 def _width(inputs: CapacityInputs, held: NDArray[np.bool_], number: int) -> Width:
-    asked, shape, topology = inputs.asked, inputs.shape, inputs.topology
+    asked, shape, topology = inputs.asked, inputs.group.shape, inputs.group.topology
     if not 1 <= number <= MOST_RANKS:
         raise InvalidInput(f"{number} ranks: a width has 1 to {MOST_RANKS}")
     if asked.whole_nodes and number % (size := node_size(topology)):
@@ -298,28 +281,28 @@ def weigh_width(inputs: CapacityInputs, width: Width | None) -> WidthRow:
     Raises:
         InvalidInput, InfeasiblePlan: the policy cannot plan at this width.
     """
-    shape, objective = inputs.shape, inputs.objective
-    split = SplitModel(objective.dispatch, inputs.topology)
-    before, balance = _scored(inputs, inputs.current, objective.cost, split)
+    shape, objective = inputs.group.shape, inputs.group.objective
+    split = SplitModel(objective.dispatch, inputs.group.topology)
+    before, balance = _scored(inputs, inputs.group.current, objective.cost, split)
     copies = least = alone = 0
-    after, at = before, Width(shape, inputs.topology)
+    after, at = before, Width(shape, inputs.group.topology)
     if width is not None:
-        at, retired, held = width, width.retired, holders(inputs.current)
+        at, retired, held = width, width.retired, holders(inputs.group.current)
         ranks = at.shape.num_ranks
         kept = [rank for rank in range(shape.num_ranks) if rank not in retired]
         joining = (None,) * (ranks - len(kept))
-        held_there = holders(rows_that_stay(inputs.current, (*kept, *joining)))
+        held_there = holders(rows_that_stay(inputs.group.current, (*kept, *joining)))
         alone = stranded(held, retired)
         cost = cost_at_width(objective.cost, kept, ranks)
         load = inputs.planned_on.sum(axis=0, dtype=np.float64)
-        start = inputs.current
+        start = inputs.group.current
         if at.shape != shape:
             start = carry_over(held_there, at.shape, load)
         least = copies_to(held_there, start)
         target = _planned(inputs, at, start, cost)
         copies = copies_to(held_there, target)
         after, balance = _scored(inputs, target, cost, SplitModel(objective.dispatch, at.topology))
-    verdict = judge(before, after, seed=inputs.seed)
+    verdict = judge(before, after, seed=inputs.group.seed)
     kv_tokens, fits = _memory(inputs, at)
     row = WidthRow(
         present=width is None,
@@ -350,27 +333,22 @@ def _planned(inputs: CapacityInputs, at: Width, start: Placement, cost: CostMode
     """Return the policy's plan at a width; the start itself where no step may be used."""
     if inputs.unfit or not len(inputs.planned_on):
         return start
-    problem = PlacementProblem(
-        load=inputs.planned_on.astype(np.float64),
+    there = replace(
+        inputs.group,
         shape=at.shape,
         topology=at.topology,
         current=start,
         replica_budget=_budget_at(inputs, at.shape),
         # A resize moves what it must, whatever a plan of the deployment may move.
-        objective=replace(inputs.objective, cost=cost, limits=PlanLimits()),
-        max_evaluations=inputs.max_evaluations,
-        threads=inputs.threads,
-        seed=inputs.seed,
+        objective=replace(inputs.group.objective, cost=cost, limits=PlanLimits()),
     )
-    return relabel_proposal(
-        problem, find_policy(inputs.policy).with_options(inputs.policy_options)(problem)
-    )
+    return ask_policy(there, inputs.planned_on.astype(np.float64))[1]
 
 
 def _budget_at(inputs: CapacityInputs, shape: ModelShape) -> int | None:
     """Return today's replica budget in slots that divide over the ranks of a width and fit it."""
-    budget, experts, ranks = inputs.replica_budget, shape.num_logical_experts, shape.num_ranks
-    if budget is None or shape == inputs.shape:
+    budget, experts, ranks = inputs.group.replica_budget, shape.num_logical_experts, shape.num_ranks
+    if budget is None or shape == inputs.group.shape:
         return budget
     return min(-(-(experts + budget) // ranks) * ranks - experts, shape.num_redundant)
 
@@ -388,10 +366,10 @@ def _scored(
 
 def _memory(inputs: CapacityInputs, at: Width) -> tuple[int | None, bool | None]:
     """Return the KV tokens that the experts of a rank leave, and whether they fit, if known."""
-    now, then = inputs.shape.expert_bytes_per_rank, at.shape.expert_bytes_per_rank
+    now, then = inputs.group.shape.expert_bytes_per_rank, at.shape.expert_bytes_per_rank
     if now is None or then is None:
         return None, None
-    several = (at.topology.num_nodes > 1) - (inputs.topology.num_nodes > 1)
+    several = (at.topology.num_nodes > 1) - (inputs.group.topology.num_nodes > 1)
     more = then - now + several * inputs.asked.multi_node_bytes
     kv, free = inputs.kv, inputs.free_bytes
     room = (0 if kv is None else kv.free_bytes) + (free or 0)
@@ -404,10 +382,10 @@ def _memory(inputs: CapacityInputs, at: Width) -> tuple[int | None, bool | None]
 
 def capacity_of(inputs: CapacityInputs, rows: Sequence[WidthRow]) -> Capacity:
     """Return the rows with the sentences about all of them."""
-    basis = inputs.objective.cost.basis
+    basis, policy = inputs.group.objective.cost.basis, inputs.group.policy
     planned_on, scored_on = len(inputs.planned_on), len(inputs.scored_on)
     words = [
-        f"Planned by {inputs.policy} on {planned_on} steps, scored on the {scored_on} after them.",
+        f"Planned by {policy} on {planned_on} steps, scored on the {scored_on} after them.",
         f"Cost model: {basis.words}.",
     ]
     if inputs.unfit:
@@ -425,7 +403,7 @@ def capacity_of(inputs: CapacityInputs, rows: Sequence[WidthRow]) -> Capacity:
 
 
 def _row_words(inputs: CapacityInputs, row: WidthRow) -> str:
-    basis = inputs.objective.cost.basis
+    basis = inputs.group.objective.cost.basis
     nodes = f", {row.nodes} nodes" if row.nodes > 1 else ""
     name = f"{counted(row.ranks, 'rank')} ({row.slots} slots a layer{nodes})"
     time = "MoE time unknown"
@@ -444,7 +422,7 @@ def _row_words(inputs: CapacityInputs, row: WidthRow) -> str:
         parts.append("more than the memory of a rank holds")
     if row.present:
         return f"Today, {name}: {'; '.join(parts)}."
-    slots, now = row.slots / row.ranks, inputs.shape.mean_slots_per_rank
+    slots, now = row.slots / row.ranks, inputs.group.shape.mean_slots_per_rank
     if slots > now:
         parts.append(f"needs a start with {slots:.4g} slots a rank in a layer, now {now:.4g}")
     parts.append(

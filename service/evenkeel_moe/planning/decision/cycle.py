@@ -32,7 +32,11 @@ from evenkeel_moe.planning.decision.window_balance import time_balance, token_ba
 from evenkeel_moe.planning.policies.policy_entry import PolicyInputs
 from evenkeel_moe.planning.policies.registry import find_policy
 from evenkeel_moe.planning.problem import metrics, moe_time
-from evenkeel_moe.planning.problem.placement_problem import PlacementProblem, origin_shares
+from evenkeel_moe.planning.problem.placement_problem import (
+    PlacementProblem,
+    Proposal,
+    origin_shares,
+)
 from evenkeel_moe.planning.problem.survival import survival_numbers
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.planning.schedule.relabel import (
@@ -116,6 +120,16 @@ class CycleInputs(GateInputs):
     calibration: Calibration = NOT_CALIBRATED
     """By what earlier plans delivered."""
     seed: int = 0
+
+    @property
+    def own_options(self) -> Mapping[str, OptionValue]:
+        """The options of `policy`."""
+        return self.policy_options.get(self.policy, {})
+
+    @property
+    def policy_inputs(self) -> PolicyInputs:
+        """What `policy` looks at, by its options; raises InvalidInput if there is no such."""
+        return find_policy(self.policy).inputs_with(self.own_options)
 
     @property
     def token_split(self) -> SplitModel:
@@ -281,13 +295,26 @@ def plan_target(inputs: CycleInputs, split: WindowSplit) -> tuple[Placement, dic
             fill_slots=objective.fill_slots,
         )
         return align_slots(inputs.current, inputs.target), {}
-    policy, options = find_policy(inputs.policy), inputs.policy_options.get(inputs.policy, {})
-    uses = policy.inputs_with(options)
-    load = split.planned_on(inputs.load, uses)
+    uses = inputs.policy_inputs
+    proposal, target = ask_policy(inputs, split.planned_on(inputs.load, uses))
+    numbers = {name: proposal.numbers[name] for name in _SHOWN if name in proposal.numbers} | {
+        "copies_raw": float(count_moves(inputs.current, proposal.placement)),
+        "evaluations": float(proposal.evaluations),
+        "planned_on_steps": float(split.steps_planned_on(uses)),
+    }
+    numbers |= survival_numbers(proposal.numbers)
+    return target, numbers
+
+
+def ask_policy(inputs: CycleInputs, load: NDArray[np.float64]) -> tuple[Proposal, Placement]:
+    """Return what the policy proposes for (T, L, E) loads, and the relabelled placement.
+
+    Raises:
+        InvalidInput, InfeasiblePlan: as `plan_target`.
+    """
     source = None
     if inputs.source_load is not None:
-        shares = origin_shares(inputs.source_load, inputs.shape)
-        source = shares * load.sum(axis=0)
+        source = origin_shares(inputs.source_load, inputs.shape) * load.sum(axis=0)
     problem = PlacementProblem(
         load=load,
         shape=inputs.shape,
@@ -300,15 +327,8 @@ def plan_target(inputs: CycleInputs, split: WindowSplit) -> tuple[Placement, dic
         threads=inputs.threads,
         seed=inputs.seed,
     )
-    proposal = policy.with_options(options)(problem)
-    target = relabel_proposal(problem, proposal)
-    numbers = {name: proposal.numbers[name] for name in _SHOWN if name in proposal.numbers} | {
-        "copies_raw": float(count_moves(inputs.current, proposal.placement)),
-        "evaluations": float(proposal.evaluations),
-        "planned_on_steps": float(split.steps_planned_on(uses)),
-    }
-    numbers |= survival_numbers(proposal.numbers)
-    return target, numbers
+    proposal = find_policy(inputs.policy).with_options(inputs.own_options)(problem)
+    return proposal, relabel_proposal(problem, proposal)
 
 
 def judge_target(

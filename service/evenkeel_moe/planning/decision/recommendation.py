@@ -176,8 +176,7 @@ def recommend(cycle: CycleInputs, compare: Sequence[str], free_bytes: int | None
     scores = score_shadows(cycle, split, list(dict.fromkeys((cycle.policy, *compare))))
     redundancy = _redundancy(cycle, split, free_bytes)
     own = scores[0]
-    options = cycle.policy_options.get(cycle.policy, {})
-    planned_on = split.steps_planned_on(find_policy(cycle.policy).inputs_with(options))
+    planned_on = split.steps_planned_on(cycle.policy_inputs)
     return Recommendation(
         call=own.verdict.call if own.verdict is not None else Call.INSUFFICIENT_EVIDENCE,
         reason=own.reason,
