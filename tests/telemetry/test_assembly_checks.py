@@ -144,9 +144,10 @@ def test_the_step_that_all_ranks_have_passed_is_the_smallest_of_their_newest():
 
 
 def test_quarantine_counts_all_and_keeps_few():
-    quarantine = Quarantine(samples_per_reason=2)
-    for step in range(5):
+    quarantine = Quarantine()
+    for step in range(10):
         quarantine.add(EpRank(1), Rejection(Reason.LATE_STEP, 3, f"step {step}"))
-    assert quarantine.rank_steps == {Reason.LATE_STEP: 15}
-    assert quarantine.samples(Reason.LATE_STEP) == ((1, "step 3"), (1, "step 4"))
+    assert quarantine.rank_steps == {Reason.LATE_STEP: 30}
+    kept = tuple((1, f"step {step}") for step in range(2, 10))
+    assert quarantine.samples(Reason.LATE_STEP) == kept
     assert quarantine.samples(Reason.SUM_MISMATCH) == ()

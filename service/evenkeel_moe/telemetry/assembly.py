@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InvalidInput, Reason
+from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.ids import Epoch, EpRank
 from evenkeel_moe.model.load import PHASE_CODE, CountingSide, LoadReport, LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
@@ -27,6 +27,9 @@ from evenkeel_moe.telemetry.step_buffer import (
     derive_epoch_map,
 )
 from evenkeel_moe.telemetry.step_kernels import NO_STEP, StepFlag, sum_slots
+
+_SAMPLES = 8
+"""Rejections of a reason that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +65,16 @@ class Intake(NamedTuple):
 class Quarantine:
     """Counts rejections by reason and keeps a few samples of each, newest last."""
 
-    def __init__(self, samples_per_reason: int = 8) -> None:
+    def __init__(self) -> None:
         self.rank_steps: dict[Reason, int] = defaultdict(int)
-        self._samples: dict[Reason, deque[tuple[EpRank, str]]] = {}
-        self._samples_per_reason = samples_per_reason
+        self._samples: dict[Reason, deque[tuple[EpRank, str]]] = defaultdict(
+            lambda: deque(maxlen=_SAMPLES)
+        )
 
     def add(self, rank: EpRank, rejection: Rejection) -> None:
         """Count one rejection and keep its explanation as a sample."""
         self.rank_steps[rejection.reason] += rejection.rank_steps
-        kept = self._samples.setdefault(rejection.reason, deque(maxlen=self._samples_per_reason))
-        kept.append((rank, rejection.detail))
+        self._samples[rejection.reason].append((rank, rejection.detail))
 
     def samples(self, reason: Reason) -> tuple[tuple[EpRank, str], ...]:
         """Return (rank, explanation) of the newest rejections for a reason."""
@@ -86,15 +89,13 @@ class StepAssembler:
 
     Args:
         shape: as the generation declared it.
-        max_pending: largest number of incomplete steps held; beyond it the oldest is dropped.
+        max_pending: most incomplete steps held, at least 1; beyond it the oldest is dropped.
         closed_to: steps up to this one are late: they belong to an earlier generation.
     """
 
     def __init__(
         self, shape: ModelShape, *, max_pending: int = 256, closed_to: int = NO_STEP
     ) -> None:
-        if max_pending < 1:
-            raise InvalidInput(f"max_pending is {max_pending}, must be at least 1")
         self.shape = shape
         self.max_pending = max_pending
         self.summed_to: Mapping[Phase, int] = {}
@@ -123,8 +124,6 @@ class StepAssembler:
 
     def sample(self, stride: int, from_step: int) -> None:
         """From a step on, use only steps with step % stride == 0 (R18)."""
-        if stride < 1:
-            raise InvalidInput(f"stride is {stride}, must be at least 1")
         self._rules = self._rules._replace(stride=stride, stride_from=from_step)
 
     def pending(self) -> int:

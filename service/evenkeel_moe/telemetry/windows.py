@@ -8,7 +8,6 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import EpRank
 from evenkeel_moe.model.load import PER_STEP, LoadWindow, Phase
 from evenkeel_moe.model.topology import ModelShape
@@ -116,8 +115,6 @@ class StepRing:
     """
 
     def __init__(self, shape: ModelShape, capacity: int, *, keeps_sources: bool = True) -> None:
-        if capacity < 1:
-            raise InvalidInput(f"window capacity is {capacity}, must be at least 1")
         self.shape = shape
         self.capacity = capacity
         self._keeps_sources = keeps_sources

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import LinearConstraint, minimize
 
-from evenkeel_moe.errors import InvalidInput, ShapeMismatch
+from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
@@ -112,8 +112,6 @@ def test_too_few_steps_foretell_nothing():
     assert forecast(drifting(rng, 8)) is None
     assert forecast(drifting(rng, 9)) is not None
     assert forecast(np.zeros((40, 2, 4))) is None
-    with pytest.raises(ShapeMismatch, match=r"\(40, 4\)"):
-        forecast(np.zeros((40, 4)))
 
 
 @given(seeds, st.integers(9, 60))

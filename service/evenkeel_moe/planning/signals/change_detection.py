@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.jit import kernel
 
 HALF_LIFE = 1.0
@@ -146,12 +145,7 @@ def detect_change(load: NDArray[np.float64], rules: ChangeRules = ChangeRules())
     Args:
         load: (T, L, E) [tokens], oldest first.
         rules: what counts as a change.
-
-    Raises:
-        ShapeMismatch: `load` has another number of axes.
     """
-    if load.ndim != 3:
-        raise ShapeMismatch(f"load must be (T, L, E), got {load.shape}")
     tokens = np.ascontiguousarray(load, np.float64)
     steps = len(tokens)
     shortest = max(2, round(steps * rules.shortest))

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from evenkeel_moe.errors import ShapeMismatch
 from evenkeel_moe.jit import kernel
 
 _HALF_LIVES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, np.inf)
@@ -145,12 +144,7 @@ def forecast(load: NDArray[np.float64]) -> Forecast | None:
     Returns:
         None if the window is too short for two comparisons (under 9 steps), or its mean had no
         error.
-
-    Raises:
-        ShapeMismatch: `load` has another number of axes.
     """
-    if load.ndim != 3:
-        raise ShapeMismatch(f"load must be (T, L, E), got {load.shape}")
     steps = len(load)
     ahead = max(4, int(steps * _AHEAD))
     keeps = 0.5 ** (1.0 / (np.array(_HALF_LIVES) * steps))
