@@ -29,14 +29,6 @@ def spread_of(values: NDArray[np.float64]) -> float:
     return max(_LEAST_SPREAD, 1.4826 * float(np.median(known))) if len(known) else _LEAST_SPREAD
 
 
-def spread_of_steps(values: NDArray[np.float64]) -> float:
-    """Return the standard deviation by the differences of successive rows.
-
-    A change of level changes one difference, so it does not count as spread.
-    """
-    return spread_of(np.diff(values, axis=0) / np.sqrt(2.0))
-
-
 def alikeness(values: NDArray[np.float64], spread: float) -> float:
     """Return how many times more means of successive values scatter than of independent ones.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.telemetry.robust import alikeness, column_medians, spread_of_steps
+from evenkeel_moe.telemetry.robust import alikeness, column_medians, spread_of
 
 MIN_STEPS = 16
 """Measured steps from which a rank's speed is known."""
@@ -50,7 +50,8 @@ def find_changes(logs: NDArray[np.float64]) -> SpeedChanges:
     steps, ranks = logs.shape
     row = np.arange(steps)[:, None]
     first, end = np.zeros(ranks, np.int64), np.full(ranks, steps)
-    spread = spread_of_steps(logs)
+    # A change of level changes one difference of successive rows, so it does not count as spread.
+    spread = spread_of(np.diff(logs, axis=0) / np.sqrt(2.0))
     error = spread * alikeness(logs, spread)
     for _ in range(_PASSES if steps > MIN_STEPS else 0):
         level = np.where((first <= row) & (row < end), logs, np.nan)

@@ -169,9 +169,9 @@ class _Weigher:
         gain, extra = scored.gain, scored.extra_bytes_per_rank
         if self.kv is not None and extra is not None:
             now, tokens = self.kv.tokens(), self.kv.tokens(extra)
-            lost = now - tokens
-            sequences = self._sequences(tokens)
-            batch, batch_now = self._batch(tokens), self._batch(now)
+            lost, each = now - tokens, self.tokens_per_sequence or 1
+            batch, batch_now = tokens // each, now // each
+            sequences = None if self.tokens_per_sequence is None else batch
             step = [1.0 - share * gain for share in self.shares]
             if batch_now > 0 and all(time > 0 for time in step):
                 changes = [batch / batch_now / time - 1.0 for time in step]
@@ -190,13 +190,6 @@ class _Weigher:
             lower,
             upper,
         )
-
-    def _sequences(self, tokens: int) -> int | None:
-        return None if self.tokens_per_sequence is None else tokens // self.tokens_per_sequence
-
-    def _batch(self, tokens: int) -> int:
-        sequences = self._sequences(tokens)
-        return tokens if sequences is None else sequences
 
 
 def goodput_words(lower: float | None, upper: float | None) -> str:

@@ -122,16 +122,10 @@ def _pending_layers(
     layers = np.nonzero((rows != target).any(axis=1))[0]
     if not shape.pooled:
         return layers
-    return layers[np.lexsort((layers, _growth(rows[layers], target[layers], shape.num_ranks)))]
-
-
-def _growth(old: NDArray[np.int32], new: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
-    """Return the (n,) largest number of buffers that each layer takes from one rank for good."""
-    taken = (new >= 0).astype(np.int64) - (old >= 0)
-    return np.asarray(
-        taken.reshape(len(old), num_ranks, old.shape[1] // num_ranks).sum(axis=2).max(axis=1),
-        np.int64,
-    )
+    # Buffers that a layer takes for good, from the rank that gives most.
+    taken = (target[layers] >= 0).astype(np.int64) - (rows[layers] >= 0)
+    by_rank = taken.reshape(len(layers), shape.num_ranks, shape.slots_per_rank).sum(axis=2)
+    return layers[np.lexsort((layers, by_rank.max(axis=1)))]
 
 
 def _layers_that_fit(
