@@ -1,91 +1,56 @@
 """Which changes of traffic still wait for an answer, and which need not wait for the cooldown."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from evenkeel_moe.planning.decision.gates import (
     GateMemory,
     GateSettings,
-    MeasuredWindow,
     change_is_open,
     change_is_urgent,
 )
-from evenkeel_moe.planning.decision.window_balance import WindowBalance
-from tests.planning.decision.test_gates import POOR
+from tests.planning.decision.test_gates import POOR, window_of
 
 
-@dataclass(frozen=True)
-class Changed:
-    """A change of traffic, and the plans made since."""
-
-    steps: int = 8
-    steps_since_move: int = 100
-    planned_steps: int | None = 0
-    balance: float = 0.7
-    balance_before: float = 0.9
-
-    def _asked(self):
-        inputs = replace(
-            POOR,
-            memory=GateMemory(change_steps=self.planned_steps),
-            steps_since_move=self.steps_since_move,
-        )
-        balance = WindowBalance(0.8, math.nan, self.balance, self.balance_before)
-        return inputs, MeasuredWindow(200, balance, changed_steps=self.steps), GateSettings()
-
-    def is_open(self):
-        return change_is_open(*self._asked())
-
-    def is_urgent(self):
-        return change_is_urgent(*self._asked())
+def changed(steps=8, moved=100, planned=0, balance=0.7, before=0.9):
+    """A change of traffic, the steps since the last plan, and those that it knew of the change."""
+    return replace(
+        POOR,
+        changed_steps=steps,
+        steps_since_move=moved,
+        memory=GateMemory(change_steps=planned),
+        balancedness_changed=balance,
+        balancedness_before=before,
+    )
 
 
-NEW = Changed()
+def answered(steps=60, planned=40):
+    return changed(steps, 20, planned)
 
 
-def test_a_change_under_the_present_placement_is_open_and_urgent():
-    assert NEW.is_open()
-    assert NEW.is_urgent()
-
-
-@pytest.mark.parametrize("other", [{"steps": 0}, {"balance": 0.95}, {"balance": math.nan}])
-def test_without_a_change_or_with_good_balance_nothing_is_open(other):
-    assert not replace(NEW, **other).is_open()
-    assert not replace(NEW, **other).is_urgent()
-
-
-def test_a_change_that_costs_no_balance_waits_for_the_cooldown():
-    harmless = replace(NEW, balance_before=0.72)
-    assert harmless.is_open()
-    assert not harmless.is_urgent()
-    assert not replace(NEW, balance_before=math.nan).is_urgent()
-
-
-ANSWERED = replace(NEW, steps=60, steps_since_move=20, planned_steps=40)
-
-
-def test_a_plan_on_enough_steps_answers_a_change():
-    assert not ANSWERED.is_open()
-
-
-def test_a_plan_that_knew_of_no_change_answers_none():
-    assert replace(ANSWERED, planned_steps=0).is_open()
-    # Nothing is known of the last plan: it counts as an answer, as after a takeover.
-    assert not replace(ANSWERED, planned_steps=None).is_open()
-
-
-def test_a_change_after_the_one_that_was_answered_is_open():
-    assert replace(ANSWERED, steps=39).is_open()
-    # The first step of one change is never estimated exactly.
-    assert not replace(ANSWERED, steps=45).is_open()
-
-
-def test_a_plan_on_few_steps_is_refined_at_twice_as_many():
-    first = replace(NEW, steps_since_move=3, planned_steps=8)
-    assert not replace(first, steps=15).is_open()
-    assert replace(first, steps=16).is_open()
-    # It may have answered well, so that balance tells nothing about urgency.
-    assert replace(first, steps=16, balance_before=0.5).is_urgent()
-    assert not replace(first, steps=64, planned_steps=32).is_open(), "32 steps were enough"
+@pytest.mark.parametrize(
+    ("case", "is_open", "is_urgent"),
+    [
+        pytest.param(changed(), True, True, id="under the present placement"),
+        pytest.param(changed(steps=0), False, False, id="no change"),
+        pytest.param(changed(balance=0.95), False, False, id="good balance"),
+        pytest.param(changed(balance=math.nan), False, False, id="unknown balance"),
+        pytest.param(changed(before=0.72), True, False, id="costs no balance"),
+        pytest.param(changed(before=math.nan), True, False, id="unknown balance before"),
+        pytest.param(answered(), False, False, id="a plan on enough steps answers it"),
+        pytest.param(answered(planned=0), True, True, id="the plan knew of no change"),
+        pytest.param(answered(planned=None), False, False, id="unknown plan, as after a takeover"),
+        pytest.param(answered(39), True, True, id="a change after the answered one"),
+        pytest.param(answered(45), False, False, id="its first step is never estimated exactly"),
+        pytest.param(changed(15, 3, 8), False, False, id="under twice the steps of the plan"),
+        pytest.param(changed(16, 3, 8), True, True, id="refined at twice the steps"),
+        # It may have answered well, so that balance tells nothing about urgency.
+        pytest.param(changed(16, 3, 8, before=0.5), True, True, id="refined at good balance"),
+        pytest.param(changed(64, 3, 32), False, False, id="32 steps were enough"),
+    ],
+)
+def test_a_change_waits_for_an_answer_and_may_end_the_cooldown(case, is_open, is_urgent):
+    asked = case, window_of(case), GateSettings()
+    assert (change_is_open(*asked), change_is_urgent(*asked)) == (is_open, is_urgent)

@@ -10,14 +10,14 @@ from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.cost import CostCurves, CostModel, CostSource, ReplicaWork
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.policy import Mode
 from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.decision.cycle import CycleInputs, CycleResult, run_cycle
+from evenkeel_moe.planning.decision.cycle import CycleResult, run_cycle
 from evenkeel_moe.planning.decision.gates import GateSettings
 from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.planning.problem.derived_cost import tokens_cost
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.planning.problem.token_split import SplitModel
+from tests.planning.decision.test_cycle import inputs
 
 SHAPE = ModelShape(2, 64, 8, 8, 8, 1000)
 SLOW_RANK = 3
@@ -36,21 +36,20 @@ def cycle(
     load: np.ndarray,
     dispatch: DispatchModel = DispatchModel.EVEN,
     closed_by: Reason | None = None,
+    shape: ModelShape = SHAPE,
 ) -> CycleResult:
     """Run a cycle under the default thresholds; one window is enough to start."""
+    ranks = shape.num_ranks
     return run_cycle(
-        CycleInputs(
-            load=load,
-            shape=SHAPE,
-            topology=Topology.single_node(8),
+        inputs(
+            load,
+            shape=shape,
+            topology=Topology.single_node(ranks),
             current=current,
             policy=policy,
             settings=GateSettings(consecutive_windows=1),
-            staging_bytes=(64_000,) * 8,
-            now_unix=1000.0,
-            mode=Mode.AUTO,
-            ranks_fresh=8,
-            newest_step_age_s=0.5,
+            staging_bytes=(64 * shape.bytes_per_expert,) * ranks,
+            ranks_fresh=ranks,
             closed_by=closed_by,
             objective=Objective(cost=cost, dispatch=dispatch),
         )
@@ -173,22 +172,8 @@ def die_cycle(tokens: int, dies: int, slots: int, spread: float) -> CycleResult:
     mean = tokens * dies * 8 * share / share.sum(axis=1, keepdims=True)
     shape = ModelShape(2, 256, dies, slots, 8, 44_000_000)
     reading = CostModel(replica=ReplicaWork(read_tokens=READ), source=CostSource.PROFILED)
-    return run_cycle(
-        CycleInputs(
-            load=np.random.default_rng(1).poisson(mean, (96, 2, 256)).astype(np.uint32),
-            shape=shape,
-            topology=Topology.single_node(dies),
-            current=Placement.initial(shape),
-            policy="keel",
-            settings=GateSettings(consecutive_windows=1),
-            staging_bytes=(1 << 36,) * dies,
-            now_unix=1000.0,
-            mode=Mode.AUTO,
-            ranks_fresh=dies,
-            newest_step_age_s=0.5,
-            objective=Objective(cost=reading),
-        )
-    )
+    load = np.random.default_rng(1).poisson(mean, (96, 2, 256)).astype(np.uint32)
+    return cycle("keel", Placement.initial(shape), reading, load, shape=shape)
 
 
 @pytest.mark.parametrize("spread", [0.15, 0.5])

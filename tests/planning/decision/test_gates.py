@@ -41,7 +41,7 @@ class Case(GateInputs):
     changed_steps: int = 0
 
 
-def decide_before(case, settings):
+def window_of(case):
     def balance(window, changed, before):
         return WindowBalance(window, math.nan, changed, before)
 
@@ -49,10 +49,11 @@ def decide_before(case, settings):
     time = None
     if case.time_balance is not None:
         time = balance(case.time_balance, case.time_balance_changed, case.time_balance_before)
-    window = MeasuredWindow(
-        case.window_steps, tokens, time, case.change_strength, case.changed_steps
-    )
-    return gates.decide_before(case, window, settings)
+    return MeasuredWindow(case.window_steps, tokens, time, case.change_strength, case.changed_steps)
+
+
+def decide_before(case, settings):
+    return gates.decide_before(case, window_of(case), settings)
 
 
 POOR = Case(
