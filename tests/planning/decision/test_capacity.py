@@ -169,31 +169,27 @@ def test_pooled_slots_stay_within_the_pools_of_a_width():
 
 
 @pytest.mark.parametrize(
-    ("asked", "error", "reason", "words"),
+    ("asked", "error", "words"),
     [
-        ({"to_ranks": (2,), "to_slots": 6}, ShapeMismatch, None, "cannot hold 8 experts"),
-        ({"to_ranks": (3,), "to_slots": 16}, ShapeMismatch, None, "16 slots do not divide"),
-        ({"to_ranks": (2,), "to_slots": 20}, ShapeMismatch, None, "at most 16 slots"),
-        ({"to_slots": 13}, ShapeMismatch, None, "13 slots .* over 2, 4, 6, 8 ranks into at most 8"),
-        ({"to_ranks": (0,)}, InvalidInput, None, "0 ranks"),
-        ({"to_ranks": (5000,)}, InvalidInput, None, "1 to 4608"),
-        ({"retire": (7,)}, InvalidInput, None, "ranks 7 do not exist"),
-        ({"retire": (0, 1, 2, 3)}, InvalidInput, None, "one must stay"),
-        ({"retire": (0,), "to_ranks": (3,)}, InvalidInput, None, "in two ways"),
-        ({"to_ranks": (3,), "whole_nodes": True}, ShapeMismatch, None, "2 or 4 would be"),
-        ({"retire": (0, 2), "whole_nodes": True}, ShapeMismatch, None, "ranks 1 of it stay"),
-        ({"multi_node_bytes": -1}, InvalidInput, None, "must not be negative"),
+        ({"to_ranks": (2,), "to_slots": 6}, ShapeMismatch, "cannot hold 8 experts"),
+        ({"to_ranks": (3,), "to_slots": 16}, ShapeMismatch, "16 slots do not divide"),
+        ({"to_ranks": (2,), "to_slots": 20}, ShapeMismatch, "at most 16 slots"),
+        ({"to_slots": 13}, ShapeMismatch, "13 slots .* over 2, 4, 6, 8 ranks into at most 8"),
+        ({"to_ranks": (0,)}, InvalidInput, "0 ranks"),
+        ({"to_ranks": (5000,)}, InvalidInput, "1 to 4608"),
+        ({"retire": (7,)}, InvalidInput, "ranks 7 do not exist"),
+        ({"retire": (0, 1, 2, 3)}, InvalidInput, "one must stay"),
+        ({"retire": (0,), "to_ranks": (3,)}, InvalidInput, "in two ways"),
+        ({"to_ranks": (3,), "whole_nodes": True}, ShapeMismatch, "2 or 4 would be"),
+        ({"retire": (0, 2), "whole_nodes": True}, ShapeMismatch, "ranks 1 of it stay"),
+        ({"multi_node_bytes": -1}, InvalidInput, "must not be negative"),
     ],
 )
-def test_widths_that_cannot_be_are_refused_with_the_numbers(asked, error, reason, words):
-    with pytest.raises(error, match=words):
+def test_widths_that_cannot_be_are_refused_with_the_numbers(asked, error, words):
+    with pytest.raises(error, match=words) as caught:
         widths_of(question(asked))
-
-
-def test_too_few_slots_have_their_own_reason():
-    with pytest.raises(ShapeMismatch) as caught:
-        widths_of(question({"to_ranks": (2,), "to_slots": 6}))
-    assert caught.value.reason is Reason.EXPERT_WITHOUT_REPLICA
+    few = "cannot hold" in words
+    assert (caught.value.reason is Reason.EXPERT_WITHOUT_REPLICA) == few
 
 
 def test_without_a_width_in_the_request_there_are_at_most_eight_that_fit_the_nodes():
