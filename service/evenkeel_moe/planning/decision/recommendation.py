@@ -177,12 +177,15 @@ def recommend(cycle: CycleInputs, compare: Sequence[str], free_bytes: int | None
     redundancy = _redundancy(cycle, split, free_bytes)
     own = scores[0]
     planned_on = split.steps_planned_on(cycle.policy_inputs)
+    few_steps = (
+        f"The plan rests on fewer steps than min_window_steps ({least:g}), a limit for the window."
+    )
     return Recommendation(
         call=own.verdict.call if own.verdict is not None else Call.INSUFFICIENT_EVIDENCE,
         reason=own.reason,
         words=(
             (f"Planned on {planned_on} steps, scored on the {steps - split.cut} after them."),
-            *_few_steps_words(split.cut - split.begin, least),
+            *([few_steps] if split.cut - split.begin < least else []),
             f"Cost model: {basis.words}.",
             *_plan_words(cycle, own),
             *_replica_words(cycle, redundancy, free_bytes),
@@ -195,15 +198,6 @@ def recommend(cycle: CycleInputs, compare: Sequence[str], free_bytes: int | None
         redundancy=redundancy,
         cost_model=basis,
     )
-
-
-def _few_steps_words(planned_on: int, least: float) -> list[str]:
-    """Return a sentence if the plan rests on fewer steps than the window must hold."""
-    if planned_on >= least:
-        return []
-    return [
-        f"The plan rests on fewer steps than min_window_steps ({least:g}), a limit for the window."
-    ]
 
 
 def _plan_words(cycle: CycleInputs, own: PolicyScore) -> list[str]:
