@@ -7,7 +7,6 @@ import pytest
 
 from evenkeel_moe.planning.decision.gates import (
     GateMemory,
-    GateSettings,
     change_is_open,
     change_is_urgent,
 )
@@ -52,5 +51,5 @@ def answered(steps=60, planned=40):
     ],
 )
 def test_a_change_waits_for_an_answer_and_may_end_the_cooldown(case, is_open, is_urgent):
-    asked = case, window_of(case), GateSettings()
+    asked = case, window_of(case)
     assert (change_is_open(*asked), change_is_urgent(*asked)) == (is_open, is_urgent)

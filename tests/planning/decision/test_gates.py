@@ -52,11 +52,12 @@ def window_of(case):
     return MeasuredWindow(case.window_steps, tokens, time, case.change_strength, case.changed_steps)
 
 
-def decide_before(case, settings):
-    return gates.decide_before(case, window_of(case), settings)
+def decide_before(case):
+    return gates.decide_before(case, window_of(case))
 
 
 POOR = Case(
+    settings=SETTINGS,
     shape=ModelShape(1, 8, 8, 1, 1, 100),
     current=Placement(np.arange(8, dtype=np.int32)[None], 8, 8),
     now_unix=1000.0,
@@ -68,7 +69,7 @@ POOR = Case(
 
 
 def test_poor_balance_for_long_enough_passes():
-    decision = decide_before(POOR, SETTINGS)
+    decision = decide_before(POOR)
     assert (decision.passed, decision.reason) == (True, Reason.BALANCE_BELOW_THRESHOLD)
 
 
@@ -88,9 +89,9 @@ CLOSED: list[tuple[Reason, dict[str, Any]]] = [
 @pytest.mark.parametrize("index", range(len(CLOSED)))
 def test_the_first_closed_gate_gives_the_reason(index):
     reason, change = CLOSED[index]
-    assert decide_before(replace(POOR, **change), SETTINGS).reason is reason
+    assert decide_before(replace(POOR, **change)).reason is reason
     everything = {name: value for _, row in CLOSED[index:] for name, value in row.items()}
-    decision = decide_before(replace(POOR, **everything), SETTINGS)
+    decision = decide_before(replace(POOR, **everything))
     assert (decision.passed, decision.reason) == (False, reason)
 
 
@@ -102,42 +103,38 @@ def test_gates_open_exactly_at_their_bounds():
         newest_step_age_s=30.0,
         balancedness_mean=math.nextafter(0.93, 0),
     )
-    assert decide_before(at_bounds, SETTINGS).passed
+    assert decide_before(at_bounds).passed
 
 
 def test_unknown_closes_a_gate_and_is_never_zero():
     assert (
-        decide_before(replace(POOR, balancedness_mean=math.nan), SETTINGS).reason
-        is Reason.INSUFFICIENT_DATA
+        decide_before(replace(POOR, balancedness_mean=math.nan)).reason is Reason.INSUFFICIENT_DATA
     )
-    assert (
-        decide_before(replace(POOR, newest_step_age_s=math.nan), SETTINGS).reason
-        is Reason.STALE_DATA
-    )
+    assert decide_before(replace(POOR, newest_step_age_s=math.nan)).reason is Reason.STALE_DATA
     unknown_change = replace(
         POOR, balancedness_mean=0.99, changed_steps=40, balancedness_changed=math.nan
     )
-    assert decide_before(unknown_change, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
+    assert decide_before(unknown_change).reason is Reason.BALANCE_ABOVE_THRESHOLD
 
 
 @LOST
 @pytest.mark.parametrize("manual", [False, True])
 def test_no_plan_is_made_on_counts_that_contradict_themselves(manual):
     doubtful = replace(POOR, findings=(UNEVEN,), manual=manual)
-    decision = decide_before(doubtful, SETTINGS)
+    decision = decide_before(doubtful)
     assert (decision.passed, decision.reason) == (False, Reason.IMPLAUSIBLE_COUNTS)
     thresholds = {"max_layer_deviation": 0.005, "max_idle_experts": 0}
     assert decision.numbers == thresholds | {"uneven_layers": 0.25}
     assert decision.memory.windows_below == 0
     noted = replace(doubtful, findings=(replace(UNEVEN, severity=Severity.NOTE),))
-    assert decide_before(noted, SETTINGS).passed
+    assert decide_before(noted).passed
 
 
-def run(values, settings=SETTINGS):
+def run(values):
     """Return the reasons of consecutive cycles that hand on their memory."""
     memory, reasons = GateMemory(), []
     for value in values:
-        decision = decide_before(replace(POOR, balancedness_mean=value, memory=memory), settings)
+        decision = decide_before(replace(POOR, balancedness_mean=value, memory=memory))
         memory = decision.memory
         reasons.append(decision.reason)
     return reasons
@@ -156,31 +153,31 @@ def test_planning_starts_after_consecutive_windows_and_stops_with_hysteresis():
 
 def test_a_gap_in_the_data_breaks_the_run_of_windows():
     memory = GateMemory(windows_below=2)
-    gap = decide_before(replace(POOR, ranks_fresh=7, memory=memory), SETTINGS)
+    gap = decide_before(replace(POOR, ranks_fresh=7, memory=memory))
     assert gap.memory.windows_below == 0
-    busy = decide_before(replace(POOR, closed_by=Reason.FROZEN, memory=memory), SETTINGS)
+    busy = decide_before(replace(POOR, closed_by=Reason.FROZEN, memory=memory))
     assert busy.memory == memory
 
 
 def test_time_balance_takes_the_place_of_token_balance():
     # A slow rank must get fewer tokens: balancedness then stays low under the best placement.
     answered = replace(POOR, balancedness_mean=0.7, time_balance=0.97)
-    decision = decide_before(answered, SETTINGS)
+    decision = decide_before(answered)
     assert (decision.passed, decision.reason) == (False, Reason.BALANCE_ABOVE_THRESHOLD)
-    slow = decide_before(replace(POOR, balancedness_mean=0.98, time_balance=0.8), SETTINGS)
+    slow = decide_before(replace(POOR, balancedness_mean=0.98, time_balance=0.8))
     assert (slow.passed, slow.reason) == (True, Reason.BALANCE_BELOW_THRESHOLD)
-    unknown = decide_before(replace(POOR, time_balance=math.nan), SETTINGS)
+    unknown = decide_before(replace(POOR, time_balance=math.nan))
     assert unknown.reason is Reason.INSUFFICIENT_DATA
 
 
 def test_planning_starts_at_the_upper_threshold_where_noise_is_not_the_cause():
     start = replace(POOR, memory=GateMemory(windows_below=5))
     noise = replace(start, balancedness_mean=0.94, time_balance=0.915)
-    assert decide_before(noise, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
-    cause = decide_before(replace(start, balancedness_mean=0.98, time_balance=0.915), SETTINGS)
+    assert decide_before(noise).reason is Reason.BALANCE_ABOVE_THRESHOLD
+    cause = decide_before(replace(start, balancedness_mean=0.98, time_balance=0.915))
     assert (cause.passed, cause.numbers["starts_below"]) == (True, SETTINGS.stop_above)
     small = replace(start, balancedness_mean=0.98, time_balance=0.935)
-    assert decide_before(small, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
+    assert decide_before(small).reason is Reason.BALANCE_ABOVE_THRESHOLD
 
 
 CHANGED = replace(
@@ -194,19 +191,19 @@ CHANGED = replace(
 
 
 def test_changed_load_is_a_reason_of_its_own_and_does_not_wait():
-    decision = decide_before(CHANGED, SETTINGS)
+    decision = decide_before(CHANGED)
     assert (decision.passed, decision.reason) == (True, Reason.LOAD_CHANGED)
     assert decision.numbers["change_strength"] == 9.0
     assert decision.numbers["changed_steps"] == 40.0
     harmless = replace(CHANGED, balancedness_changed=0.97)
-    assert decide_before(harmless, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
+    assert decide_before(harmless).reason is Reason.BALANCE_ABOVE_THRESHOLD
 
 
 def test_changed_load_is_judged_by_time_balance_where_it_is_known():
     harmless = replace(CHANGED, time_balance=0.97, time_balance_changed=0.96)
-    assert decide_before(harmless, SETTINGS).reason is Reason.BALANCE_ABOVE_THRESHOLD
+    assert decide_before(harmless).reason is Reason.BALANCE_ABOVE_THRESHOLD
     harmful = replace(harmless, balancedness_changed=0.97, time_balance_changed=0.8)
-    decision = decide_before(harmful, SETTINGS)
+    decision = decide_before(harmful)
     assert (decision.passed, decision.reason) == (True, Reason.LOAD_CHANGED)
     assert decision.numbers["time_balance_changed"] == 0.8
 
@@ -215,25 +212,23 @@ def test_changed_load_wins_over_poor_balance_and_waits_for_the_cooldown():
     poor = replace(
         CHANGED, balancedness_mean=0.7, memory=GateMemory(windows_below=5, planning=True)
     )
-    assert decide_before(poor, SETTINGS).reason is Reason.LOAD_CHANGED
-    early = decide_before(replace(poor, changed_steps=4), SETTINGS)
+    assert decide_before(poor).reason is Reason.LOAD_CHANGED
+    early = decide_before(replace(poor, changed_steps=4))
     assert early.reason is Reason.LOAD_CHANGED
     assert early.memory.planning
-    answered = decide_before(
-        replace(poor, changed_steps=0, balancedness_changed=math.nan), SETTINGS
-    )
+    answered = decide_before(replace(poor, changed_steps=0, balancedness_changed=math.nan))
     assert answered.reason is Reason.BALANCE_BELOW_THRESHOLD
     cooling = replace(poor, last_plan_ended_unix=999.0)
-    assert decide_before(cooling, SETTINGS).reason is Reason.COOLDOWN
+    assert decide_before(cooling).reason is Reason.COOLDOWN
 
 
 def test_a_change_that_cost_balance_ends_the_cooldown_but_not_the_wait_after_a_failure():
     cooling = replace(CHANGED, last_plan_ended_unix=999.0, balancedness_before=0.9)
-    assert decide_before(cooling, SETTINGS).reason is Reason.LOAD_CHANGED
+    assert decide_before(cooling).reason is Reason.LOAD_CHANGED
     lost = SETTINGS.stop_above - SETTINGS.plan_below
     kept = replace(cooling, balancedness_before=0.6 + 0.99 * lost)
-    assert decide_before(kept, SETTINGS).reason is Reason.COOLDOWN
-    assert decide_before(replace(cooling, failed_plans=1), SETTINGS).reason is Reason.COOLDOWN
+    assert decide_before(kept).reason is Reason.COOLDOWN
+    assert decide_before(replace(cooling, failed_plans=1)).reason is Reason.COOLDOWN
 
 
 def test_time_balance_decides_about_a_change_too_where_the_cost_model_knows_of_time():
@@ -245,39 +240,37 @@ def test_time_balance_decides_about_a_change_too_where_the_cost_model_knows_of_t
         time_balance_changed=0.79,
         time_balance_before=0.8,
     )
-    assert decide_before(cooling, SETTINGS).reason is Reason.COOLDOWN
+    assert decide_before(cooling).reason is Reason.COOLDOWN
     slower = replace(cooling, time_balance_changed=0.7)
-    assert decide_before(slower, SETTINGS).reason is Reason.LOAD_CHANGED
+    assert decide_before(slower).reason is Reason.LOAD_CHANGED
 
 
 def test_what_the_last_plan_knew_of_a_change_is_remembered():
     memory = GateMemory(change_steps=8)
     refined = replace(CHANGED, changed_steps=16, steps_since_move=4, memory=memory)
-    decision = decide_before(refined, SETTINGS)
+    decision = decide_before(refined)
     assert (decision.reason, decision.memory.change_steps) == (Reason.LOAD_CHANGED, 8)
     waiting = replace(refined, changed_steps=15, last_plan_ended_unix=999.0)
-    assert decide_before(waiting, SETTINGS).reason is Reason.COOLDOWN
+    assert decide_before(waiting).reason is Reason.COOLDOWN
 
 
 def test_failed_plans_make_the_wait_double_up_to_a_cap():
-    settings = GateSettings(cooldown_s=10, retry_s=30, max_retry_s=100)
+    start = replace(POOR, settings=GateSettings(cooldown_s=10, retry_s=30, max_retry_s=100))
     for failed, wait_s in ((0, 10), (1, 30), (2, 60), (3, 100), (4, 100), (5000, 100)):
-        failing = replace(POOR, failed_plans=failed, last_plan_ended_unix=1000.0 - wait_s + 0.5)
-        decision = decide_before(failing, settings)
+        failing = replace(start, failed_plans=failed, last_plan_ended_unix=1000.5 - wait_s)
+        decision = decide_before(failing)
         assert (decision.passed, decision.reason) == (False, Reason.COOLDOWN)
         assert decision.numbers["cooldown_s"] == wait_s
         assert decision.numbers["since_plan_s"] == wait_s - 0.5
         assert decision.numbers.get("failed_plans", 0.0) == failed
-        assert decide_before(
-            replace(failing, last_plan_ended_unix=1000.0 - wait_s), settings
-        ).passed
-        assert decide_before(replace(failing, manual=True), settings).passed
+        assert decide_before(replace(failing, last_plan_ended_unix=1000.0 - wait_s)).passed
+        assert decide_before(replace(failing, manual=True)).passed
 
 
 def test_a_long_cooldown_is_never_shortened_by_a_failure():
     settings = GateSettings(cooldown_s=600, retry_s=30, max_retry_s=100)
-    failing = replace(POOR, failed_plans=3, last_plan_ended_unix=401.0)
-    assert decide_before(failing, settings).numbers["cooldown_s"] == 600
+    failing = replace(POOR, failed_plans=3, last_plan_ended_unix=401.0, settings=settings)
+    assert decide_before(failing).numbers["cooldown_s"] == 600
 
 
 def test_a_manual_request_needs_data_and_nothing_else():
@@ -287,11 +280,9 @@ def test_a_manual_request_needs_data_and_nothing_else():
         last_plan_ended_unix=999.0,
         balancedness_mean=0.99,
     )
-    assert decide_before(asked, SETTINGS).reason is Reason.MANUAL_REQUEST
-    assert (
-        decide_before(replace(asked, window_steps=0), SETTINGS).reason is Reason.INSUFFICIENT_DATA
-    )
-    assert decide_before(replace(asked, ranks_fresh=0), SETTINGS).reason is Reason.RANKS_MISSING
+    assert decide_before(asked).reason is Reason.MANUAL_REQUEST
+    assert decide_before(replace(asked, window_steps=0)).reason is Reason.INSUFFICIENT_DATA
+    assert decide_before(replace(asked, ranks_fresh=0)).reason is Reason.RANKS_MISSING
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -302,12 +293,13 @@ class Planned(GateInputs):
     verdict: Verdict | None
 
 
-def decide_after(plan, settings):
-    return gates.decide_after(plan, plan.target, plan.verdict, settings)
+def decide_after(plan):
+    return gates.decide_after(plan, plan.target, plan.verdict)
 
 
 SHAPE = ModelShape(2, 2, 2, 2, 1, 100)
 GOOD = Planned(
+    settings=SETTINGS,
     mode=Mode.AUTO,
     shape=SHAPE,
     now_unix=1000.0,
@@ -347,7 +339,7 @@ def verdict(**changes) -> dict[str, Any]:
     ],
 )
 def test_a_good_plan_goes_where_the_mode_sends_it(mode, manual, passed, reason):
-    decision = decide_after(replace(GOOD, mode=mode, manual=manual), SETTINGS)
+    decision = decide_after(replace(GOOD, mode=mode, manual=manual))
     assert (decision.passed, decision.reason) == (passed, reason)
     assert decision.numbers["copies"] == 2
     assert decision.numbers["bytes"] == 200
@@ -387,18 +379,18 @@ def test_a_good_plan_goes_where_the_mode_sends_it(mode, manual, passed, reason):
     ],
 )
 def test_a_plan_that_is_too_large_or_not_worth_it_stops(change, reason):
-    decision = decide_after(replace(GOOD, **change), SETTINGS)
+    decision = decide_after(replace(GOOD, **change))
     assert (decision.passed, decision.reason) == (False, reason)
 
 
 def test_an_operator_may_pay_for_what_does_not_pay_but_never_exceed_a_limit():
     manual = replace(GOOD, manual=True, verdict=None)
-    assert decide_after(manual, SETTINGS).passed
+    assert decide_after(manual).passed
     for change, reason in (
         ({"target": GOOD.current}, Reason.NO_CHANGE),
         ({"objective": Objective(limits=PlanLimits(max_moves=1))}, Reason.LIMIT_EXCEEDED),
     ):
-        assert decide_after(replace(manual, **change), SETTINGS).reason is reason
+        assert decide_after(replace(manual, **change)).reason is reason
 
 
 def test_settings_by_name():

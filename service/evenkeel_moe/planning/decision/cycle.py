@@ -22,7 +22,6 @@ from evenkeel_moe.planning.decision.gates import (
     Decision,
     GateInputs,
     GateMemory,
-    GateSettings,
     MeasuredWindow,
     decide_after,
     decide_before,
@@ -99,7 +98,6 @@ class CycleInputs(GateInputs):
     """(T, L, E) [tokens] complete steps, oldest first; T may be 0."""
     topology: Topology
     policy: str
-    settings: GateSettings
     staging_bytes: tuple[int, ...]
     """(R,) receive buffer of each rank."""
     target: Placement | None = None
@@ -242,7 +240,7 @@ def _decide_to_plan(inputs: CycleInputs, change: Change) -> Decision:
     tokens = token_balance(load, inputs.current, split, changed_steps)
     time = time_balance(load, inputs.current, inputs.objective, split, changed_steps)
     window = MeasuredWindow(len(load), tokens, time, change.strength, changed_steps)
-    decision = decide_before(inputs, window, inputs.settings)
+    decision = decide_before(inputs, window)
     if not inputs.ranks_fresh:  # The window tells of the past.
         return decision
     measured = {
@@ -368,4 +366,4 @@ def decide_target(
 ) -> Decision:
     """Apply the gates after planning."""
     settings = replace(inputs.settings, min_held_out_steps=split.least)
-    return decide_after(inputs, target, verdict, settings)
+    return decide_after(replace(inputs, settings=settings), target, verdict)

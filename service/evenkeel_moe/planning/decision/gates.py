@@ -131,6 +131,7 @@ class Decision:
 class GateInputs:
     """All that the gates look at, besides the balance of the window and the plan itself."""
 
+    settings: GateSettings
     shape: ModelShape
     current: Placement
     """The present placement."""
@@ -183,14 +184,14 @@ class MeasuredWindow:
         return self.tokens if self.time is None else self.time
 
 
-def change_is_open(inputs: GateInputs, window: MeasuredWindow, settings: GateSettings) -> bool:
+def change_is_open(inputs: GateInputs, window: MeasuredWindow) -> bool:
     """Return True if balance is low since a change of traffic and no plan answered that.
 
     A plan that knew nothing of the change, or only of an older one, is no answer. A plan on few
     steps is a first answer, so the old placement need not serve the new traffic for long.
     """
     steps = window.changed_steps
-    if steps == 0 or not window.deciding.changed < settings.stop_above:
+    if steps == 0 or not window.deciding.changed < inputs.settings.stop_above:
         return False
     moved, planned = inputs.steps_since_move, inputs.memory.change_steps
     if moved is None or steps <= moved or planned == 0:
@@ -210,18 +211,18 @@ def _may_refine(inputs: GateInputs, window: MeasuredWindow) -> bool:
     return planned is not None and 0 < planned < inputs.recent_steps and 2 * planned <= steps
 
 
-def change_is_urgent(inputs: GateInputs, window: MeasuredWindow, settings: GateSettings) -> bool:
+def change_is_urgent(inputs: GateInputs, window: MeasuredWindow) -> bool:
     """Return True if the answer to a change of traffic need not wait for the cooldown.
 
     The change must have cost the placement more of its balance than lies between `plan_below` and
     `stop_above`. A plan on few steps is refined without that.
     """
     lost = window.deciding.before - window.deciding.changed
-    costly = lost > settings.stop_above - settings.plan_below
-    return change_is_open(inputs, window, settings) and (costly or _may_refine(inputs, window))
+    costly = lost > inputs.settings.stop_above - inputs.settings.plan_below
+    return change_is_open(inputs, window) and (costly or _may_refine(inputs, window))
 
 
-def decide_before(inputs: GateInputs, window: MeasuredWindow, settings: GateSettings) -> Decision:
+def decide_before(inputs: GateInputs, window: MeasuredWindow) -> Decision:
     """Decide whether a cycle may plan.
 
     Returns:
@@ -229,26 +230,24 @@ def decide_before(inputs: GateInputs, window: MeasuredWindow, settings: GateSett
         Closed, with `closed_by` or one of COOLDOWN, RANKS_MISSING, IMPLAUSIBLE_COUNTS,
         INSUFFICIENT_DATA, STALE_DATA, WAITING_CONSECUTIVE_WINDOWS, BALANCE_ABOVE_THRESHOLD.
     """
-    closed = _closed_by_time(inputs, window, settings) or _closed_by_data(inputs, window, settings)
+    closed = _closed_by_time(inputs, window) or _closed_by_data(inputs, window)
     if closed is not None:
         return closed
     if inputs.manual:
         return Decision(True, Reason.MANUAL_REQUEST, {}, inputs.memory)
-    return _decide_on_balance(inputs, window, settings)
+    return _decide_on_balance(inputs, window)
 
 
-def _closed_by_time(
-    inputs: GateInputs, window: MeasuredWindow, settings: GateSettings
-) -> Decision | None:
+def _closed_by_time(inputs: GateInputs, window: MeasuredWindow) -> Decision | None:
     """Apply the gates of time and permission; None if all are open."""
     if inputs.closed_by is not None:
         return Decision(False, inputs.closed_by, {}, inputs.memory)
     if inputs.manual:
         return None
-    urgent = inputs.failed_plans == 0 and change_is_urgent(inputs, window, settings)
+    urgent = inputs.failed_plans == 0 and change_is_urgent(inputs, window)
     if inputs.last_plan_ended_unix is not None and not urgent:
         since_s = inputs.now_unix - inputs.last_plan_ended_unix
-        wait_s = _wait_s(inputs.failed_plans, settings)
+        wait_s = _wait_s(inputs.failed_plans, inputs.settings)
         if since_s < wait_s:
             numbers = {"since_plan_s": since_s, "cooldown_s": wait_s}
             if inputs.failed_plans:
@@ -265,14 +264,12 @@ def _wait_s(failed_plans: int, settings: GateSettings) -> float:
     return max(settings.cooldown_s, min(grown, settings.max_retry_s))
 
 
-def _closed_by_data(
-    inputs: GateInputs, window: MeasuredWindow, settings: GateSettings
-) -> Decision | None:
+def _closed_by_data(inputs: GateInputs, window: MeasuredWindow) -> Decision | None:
     """Apply the gates of data; None if all are open.
 
     Missing data ends a run of consecutive windows, because the windows in between were not seen.
     """
-    memory = replace(inputs.memory, windows_below=0)
+    settings, memory = inputs.settings, replace(inputs.memory, windows_below=0)
     if inputs.ranks_fresh < inputs.shape.num_ranks:
         numbers = {
             "ranks_fresh": float(inputs.ranks_fresh),
@@ -302,12 +299,10 @@ def _closed_by_data(
     return None
 
 
-def _decide_on_balance(
-    inputs: GateInputs, window: MeasuredWindow, settings: GateSettings
-) -> Decision:
+def _decide_on_balance(inputs: GateInputs, window: MeasuredWindow) -> Decision:
     """Apply the gates of change, of the threshold with hysteresis, and of consecutive windows."""
     numbers: dict[str, float] = {}
-    starts_below = _starts_below(window, settings)
+    settings, starts_below = inputs.settings, _starts_below(window, inputs.settings)
     if starts_below > settings.plan_below:
         numbers["starts_below"] = starts_below
     below = window.deciding.window < starts_below
@@ -316,7 +311,7 @@ def _decide_on_balance(
         inputs.memory.planning and window.deciding.window < settings.stop_above
     )
     memory = replace(inputs.memory, windows_below=windows_below, planning=planning)
-    if change_is_open(inputs, window, settings):
+    if change_is_open(inputs, window):
         numbers |= {
             "change_strength": window.change_strength,
             "change_ratio": settings.change_ratio,
@@ -349,16 +344,13 @@ def _starts_below(window: MeasuredWindow, settings: GateSettings) -> float:
     return settings.stop_above if by_time_alone else settings.plan_below
 
 
-def decide_after(
-    inputs: GateInputs, target: Placement, verdict: Verdict | None, settings: GateSettings
-) -> Decision:
+def decide_after(inputs: GateInputs, target: Placement, verdict: Verdict | None) -> Decision:
     """Decide whether a plan may be started or proposed, as the mode says.
 
     Args:
         inputs: of the cycle.
         target: the relabelled placement; it breaks no invariant.
         verdict: that of the later steps; None if there were none.
-        settings: the thresholds.
 
     Returns:
         Passed, with PLAN_STARTED (auto) or PLAN_PROPOSED (propose, and manual requests in observe
@@ -382,7 +374,7 @@ def decide_after(
     ):
         if bound is not None and numbers.get(name, math.inf) > bound:
             return Decision(False, Reason.LIMIT_EXCEEDED, numbers | {f"max_{name}": float(bound)})
-    reason = _closed_by_gain(verdict, settings, numbers)
+    reason = _closed_by_gain(verdict, inputs.settings, numbers)
     if reason is not None and not inputs.manual:
         return Decision(False, reason, numbers)
     if inputs.mode is Mode.OBSERVE and not inputs.manual:
