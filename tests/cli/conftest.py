@@ -4,7 +4,7 @@ import socket
 import sys
 import tempfile
 import threading
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from evenkeel_moe.api import create_app
 from evenkeel_moe.cli import app, main
 from evenkeel_moe.cli.console import SafeConsole
-from evenkeel_moe.cli.replay import app as replay
 from evenkeel_moe.formats import Trace, write_trace
 from tests.api.conftest import OPERATE, TOKENS
 from tests.api.fakes import make_operations
@@ -60,12 +59,15 @@ def replay_words(*args, **config):
     return words
 
 
-def run_replay(*args, **config):
-    """Run `evenkeel replay` in this process, and return its stdout."""
+def run_command(*args, code=0, **config):
+    """Run a command on a recording in this process, and return its stdout."""
     words = replay_words(*args, **config)
-    result = CliRunner().invoke(replay, words, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == code, result.output
     return result.stdout
+
+
+run_replay = partial(run_command, "replay")
 
 
 def replayed(*args, **config):

@@ -3,22 +3,17 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from evenkeel_moe.cli import app
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.planning.decision.capacity import CapacityRequest
-from tests.cli.conftest import FLEET, replay_words, run_replay
+from tests.cli.conftest import FLEET, run_command, run_replay
 
 SIZES = {"ranks": 2, "slots": 10, "bytes_per_expert": 1000}
 KV = {"kv_bytes_per_token": 10, "kv_free_bytes": 50_000}
 
 
-def of_recording(path, *args, **config):
-    words = ["capacity", *replay_words(path, *args, **(SIZES | config))]
-    result = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+def of_recording(*args, **config):
+    return run_command("capacity", *args, **(SIZES | config))
 
 
 def test_a_deployments_widths_are_a_table_and_sentences(run, operations):

@@ -1,4 +1,3 @@
-import io
 import json
 import sys
 
@@ -6,6 +5,7 @@ import pytest
 
 from evenkeel_moe.cli.console import Listing, SafeConsole, TableColumn, print_json, work_bars
 from tests.api.fakes import make_plan, make_rank
+from tests.cli.conftest import Terminal
 
 STEERING = "\x1b]0;owned\x1b\\ \x1b]52;c;cm0=\x07 \x1b[2J \x7f \x9b31m \u202e \u2066 \u200f"
 """Sets the title and the clipboard of a terminal, clears it, and turns the writing around."""
@@ -84,10 +84,6 @@ def test_json_has_null_for_numbers_that_json_does_not_have(capsys):
 
 
 def test_work_bars_show_the_name_of_a_policy_unchanged(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")

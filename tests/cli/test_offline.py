@@ -1,16 +1,15 @@
 """`evenkeel offline`."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from evenkeel_moe.cli import app
 from evenkeel_moe.errors import InfeasiblePlan, InvalidInput
 from evenkeel_moe.formats import PlacementFormat, Trace, read_placement, read_trace, write_trace
-from tests.cli.conftest import FLEET, replay_words
+from tests.cli.conftest import FLEET, run_command
 
 
 @pytest.fixture
@@ -22,11 +21,7 @@ def steady(tmp_path):
     return tmp_path / "steady.npz"
 
 
-def run(*args, code=0, **config):
-    words = ["offline", *replay_words(*args, **config)]
-    result = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert result.exit_code == code, result.output
-    return result.stdout
+run = partial(run_command, "offline")
 
 
 @pytest.mark.parametrize("format_", [f for f in PlacementFormat if f != "vllm-ranks"])
