@@ -72,7 +72,7 @@ def offline(
     """
     from evenkeel_moe.formats import PlacementFormat
     from evenkeel_moe.replay.from_options import replay_policies, replay_setup
-    from evenkeel_moe.replay.offline import plan_offline
+    from evenkeel_moe.replay.offline import engine_start, plan_offline
     from evenkeel_moe.replay.options import OfflineOptions, read_options
 
     options = read_options(
@@ -83,25 +83,26 @@ def offline(
     trace = read_recorded(recording, options)
     check_rows(format_, trace)
     options = _of_format(options, format_, trace)
-    name = options.policy
     setup = replay_setup(trace, options, window_steps=trace.num_steps, horizon_steps=1)
-    start = _compared_with(options.compare_with, format_, trace, setup)
-    trace = with_origin(trace, setup, [name], options)
+    start = engine_start(format_, setup.shape)
+    if options.compare_with is not None:
+        start = read_current(options.compare_with, options.ranks, trace)
+    trace = with_origin(trace, setup, [options.policy], options)
     with work_bars() as (on_work, _):
-        on_work(f"{name}: planning", 0)
+        on_work(f"{options.policy}: planning", 0)
         plan = plan_offline(
-            name,
+            options.policy,
             setup,
             start,
             held_out=options.held_out,
-            policies=replay_policies([name], options),
+            policies=replay_policies([options.policy], options),
             one_row=format_ is PlacementFormat.VLLM_RANKS,
             findings=trace.findings,
         )
     if written := plan.verdict.call == "recommend" or not only_if_it_pays:
         _write(file, options, plan, trace, setup)
     if shown.as_json:
-        facts = {"policy": name, "trace": trace.name}
+        facts = {"policy": options.policy, "trace": trace.name}
         where = {"file": str(file.out) if written else None, "format": file.format_name}
         start_words = _start(file, setup) if written else None
         print_json(where | {"start": start_words} | facts | plan.as_dict())
@@ -119,15 +120,6 @@ def _of_format(options: Any, format_: Any, trace: Any) -> Any:
     if not format_.holds_empty_slots:
         changes["fill_slots"] = True
     return options.model_copy(update=changes)
-
-
-def _compared_with(path: Path | None, format_: Any, trace: Any, setup: Any) -> Any:
-    """Return the placement that the plan is compared with."""
-    from evenkeel_moe.replay.offline import engine_start
-
-    if path is None:
-        return engine_start(format_, setup.shape)
-    return read_current(path, setup.shape.num_ranks, trace)
 
 
 def _check(file: PlacementFileOptions, format_: Any, options: Any, recording: Path) -> None:

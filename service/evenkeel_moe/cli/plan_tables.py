@@ -47,7 +47,9 @@ def plans_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         TableColumn("WAVES", _waves, right=True, wide=True),
         TableColumn("COPIES", "moves", "{:,}".format, right=True, wide=True),
         TableColumn("BYTES", "nbytes", bytes_text, right=True, wide=True),
-        TableColumn("PROMISED", _promised, share, right=True, optional=True),
+        TableColumn(
+            "PROMISED", lambda row: row["numbers"].get("gain"), share, right=True, optional=True
+        ),
         TableColumn("DELIVERED", _delivered, right=True, optional=True),
         TableColumn("CREATED", "created_at"),
     )
@@ -70,11 +72,6 @@ def _reason(row: Mapping[str, Any]) -> str | None:
 
 def _waves(row: Mapping[str, Any]) -> str:
     return f"{row['waves_committed']}/{row['waves']}"
-
-
-def _promised(row: Mapping[str, Any]) -> float | None:
-    gain: float | None = row["numbers"].get("gain")
-    return gain
 
 
 def _delivered(row: Mapping[str, Any]) -> str | None:
