@@ -139,8 +139,8 @@ def test_a_rank_without_a_file_is_in_doubt_and_most_iterations_must_be_whole(tmp
         read_trace(tmp_path)
 
 
-def _header(dtype="I64", shape="[4]", offsets="[0, 8]"):
-    told = f'{{"1_1": {{"dtype": "{dtype}", "shape": {shape}, "data_offsets": {offsets}}}}}'
+def _header(dtype="I64", shape="[4]"):
+    told = f'{{"1_1": {{"dtype": "{dtype}", "shape": {shape}, "data_offsets": [0, 8]}}}}'
     return len(told).to_bytes(8, "little") + told.encode() + bytes(8)
 
 
@@ -148,19 +148,10 @@ def _header(dtype="I64", shape="[4]", offsets="[0, 8]"):
     ("blob", "message"),
     [
         (b"", "header too small"),
-        (b"abc", "header too small"),
-        ((100).to_bytes(8, "little") + b"{}", "invalid header length"),
-        ((2**64 - 1).to_bytes(8, "little") + bytes(50), "header too large"),
-        ((2).to_bytes(8, "little") + b"[]", "invalid JSON in header"),
-        ((2).to_bytes(8, "little") + b"\xff\xff", "invalid UTF-8 in header"),
         (_header(), "invalid shape, data type, or offset"),
-        (_header(shape="[1]", offsets="[0, 99]"), "invalid shape, data type, or offset"),
-        (_header(shape=f"[{2**64 - 1}, 2]"), "overflow computing buffer size"),
         (_header("BF16"), "tensor that numpy cannot hold: .*bfloat16"),
         (_header("F8_E4M3", "[8]"), "tensor that numpy cannot hold: .*float8"),
         (_header("C64", "[1]"), r"must be \(4,\), got \(1,\)"),
-        (_header(shape="[1]", offsets="[8]"), "expected a tuple of size 2"),
-        (_header().replace(b"data_offsets", b"data_of_sets"), "missing field `data_offsets`"),
         (_header(shape=str([1] * 100)), "tensor that numpy cannot hold: .*found 100"),
     ],
 )
