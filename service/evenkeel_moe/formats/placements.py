@@ -157,11 +157,12 @@ def parse_placement(text: str, **known: Unpack[Known]) -> PlacementFile:
     content = (
         parse_json(text) if text.lstrip()[:1] in ("{", "[") else parse_yaml(text, "YAML line ")
     )
+    expected = _Expected(**known)
     if isinstance(content, list):
-        content = {ROWS: content}
+        return _parse_vllm(content, expected)
     if not isinstance(content, dict):
         raise InvalidInput(f"must be a mapping, is {type(content).__name__}")
-    return _PARSERS[detect_format(content)](content, _Expected(**known))
+    return _parser_of(content)(content, expected)
 
 
 class _Expected:
@@ -338,8 +339,7 @@ def _ascend_layer(layer: object, index: int) -> tuple[int, NDArray[np.int32]]:
     )
 
 
-def _parse_vllm(content: dict[Any, Any], expected: _Expected) -> PlacementFile:
-    table = as_list(as_mapping(content, "the expert map", (ROWS,))[ROWS], "the expert map")
+def _parse_vllm(table: list[Any], expected: _Expected) -> PlacementFile:
     if table and not isinstance(table[0], list | dict):
         return expected.for_all_layers(expert_rows([table], "the expert map", 0))
     return expected.moe_layers(expected.placement(expert_rows(table, "the expert map", 0)))
@@ -384,32 +384,20 @@ def _parse_vllm_ranks(content: dict[Any, Any], expected: _Expected) -> Placement
     return expected.for_all_layers(row[None])
 
 
-_PARSERS: dict[PlacementFormat, Callable[[dict[Any, Any], _Expected], PlacementFile]] = {
-    PlacementFormat.NEUTRAL: _parse_neutral,
-    PlacementFormat.SGLANG: _parse_sglang,
-    PlacementFormat.TRTLLM: _parse_trtllm,
-    PlacementFormat.ASCEND: _parse_ascend,
-    PlacementFormat.VLLM: _parse_vllm,
-    PlacementFormat.VLLM_MAPPING: _parse_vllm_mapping,
-    PlacementFormat.VLLM_RANKS: _parse_vllm_ranks,
-}
-
-
 # --- the format of a file ----------------------------------------------------------------------
 
-ROWS = "rows"
-"""Key under which the list of a vllm file, which has no key, is kept."""
-_BY_KEY = {
-    "physical_to_logical_map": PlacementFormat.SGLANG,
-    "layer_list": PlacementFormat.ASCEND,
-    ROWS: PlacementFormat.VLLM,
-    "record_type": PlacementFormat.VLLM_MAPPING,
-    "expert_to_ep_rank": PlacementFormat.VLLM_RANKS,
-    "initial_global_assignments": PlacementFormat.TRTLLM,
-    "num_slots": PlacementFormat.TRTLLM,
-    "physical_to_logical": PlacementFormat.NEUTRAL,
+_Parser = Callable[[dict[Any, Any], _Expected], PlacementFile]
+_BY_KEY: dict[str, tuple[PlacementFormat, _Parser]] = {
+    "physical_to_logical_map": (PlacementFormat.SGLANG, _parse_sglang),
+    "layer_list": (PlacementFormat.ASCEND, _parse_ascend),
+    "record_type": (PlacementFormat.VLLM_MAPPING, _parse_vllm_mapping),
+    "expert_to_ep_rank": (PlacementFormat.VLLM_RANKS, _parse_vllm_ranks),
+    "initial_global_assignments": (PlacementFormat.TRTLLM, _parse_trtllm),
+    "num_slots": (PlacementFormat.TRTLLM, _parse_trtllm),
+    "physical_to_logical": (PlacementFormat.NEUTRAL, _parse_neutral),
 }
-"""The first of these keys that a file has tells its format."""
+"""The first of these keys that a file has tells its format, and so its parser. The file of vLLM's
+pull request 49572 is a list."""
 _BALANCER = "load_balancer"
 """Key of TensorRT-LLM's options, below which a placement is, or the name of its file."""
 _DEPTH = 4
@@ -417,19 +405,19 @@ _MOST = 1000
 """A placement is looked for down to this depth, and in at most so many mappings."""
 
 
-def detect_format(content: Mapping[Any, Any]) -> PlacementFormat:
-    """Return the format that the keys of a file tell.
+def _parser_of(content: Mapping[Any, Any]) -> _Parser:
+    """Return the parser of the format that the keys of a file tell.
 
     Raises:
         InvalidInput: none; the words say what the file seems to be, and what to do.
     """
     if content.get("format") == NEUTRAL_FORMAT:
-        return PlacementFormat.NEUTRAL
+        return _parse_neutral
     if "logical_count" in content or content.get("record_type") == "eplb_load_stats":
         raise InvalidInput("holds counts of tokens: it is a recording, not a placement")
-    for key, found in _BY_KEY.items():
+    for key, (_, parser) in _BY_KEY.items():
         if key in content:
-            return found
+            return parser
     paths = []
     for path, value in _below(content):
         if isinstance(value, str):
@@ -448,7 +436,7 @@ def detect_format(content: Mapping[Any, Any]) -> PlacementFormat:
         )
     if found_format:
         raise InvalidInput(found_format)
-    known = ", ".join(f"{key} ({name})" for key, name in _BY_KEY.items() if key != ROWS)
+    known = ", ".join(f"{key} ({name})" for key, (name, _) in _BY_KEY.items())
     raise InvalidInput(
         f"no known placement format has the keys {listed(content) or '(none)'}; known are {known}"
     )
