@@ -36,12 +36,11 @@ def comparison_parts(comparison: Comparison) -> list[RenderableType]:
         TableColumn(one.head.replace(" ", "\n"), index, right=True)
         for index, one in enumerate(COLUMNS, start=1)
     ]
-    heads = [one.head for one in COLUMNS]
     return [
         Listing([TableColumn("policy", 0), *columns], rows, gap=1),
         *map(Text, sentences(comparison)),
         *tradeoff_parts(comparison.tradeoff),
-        Text("\n".join(("", *legend_lines(comparison, heads))), style="dim"),
+        Text("\n".join(("", *legend_lines(comparison))), style="dim"),
     ]
 
 

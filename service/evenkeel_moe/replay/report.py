@@ -116,7 +116,7 @@ def _results(comparison: Comparison) -> str:
         for column in COLUMNS
     ]
     heads = [column.head for column in COLUMNS]
-    words = ["Bold: the best value of a column, or a tie.", *legend_lines(comparison, heads)]
+    words = ["Bold: the best value of a column, or a tie.", *legend_lines(comparison)]
     return (
         f'<section><div class="scroll">'
         f"{_table(['policy', *heads], zip(map(escape, names), *columns, strict=True))}</div>"

@@ -1,7 +1,7 @@
 """Says what a comparison found, in tables and sentences for the terminal and the HTML page."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evenkeel_moe.model.finding import doubts
@@ -111,9 +111,9 @@ _BASELINE_WORDS = {
 """Name -> what it does."""
 
 
-def legend_lines(comparison: Comparison, heads: Collection[str]) -> list[str]:
-    """Return one line for each column of these heads, and for each policy of the comparison."""
-    lines = [f"{head}: {words}" for head, words in _COLUMN_WORDS.items() if head in heads]
+def legend_lines(comparison: Comparison) -> list[str]:
+    """Return one line for each column, and for each policy of the comparison."""
+    lines = [f"{head}: {words}" for head, words in _COLUMN_WORDS.items()]
     names = [result.policy for result in comparison.results]
     plain = dict.fromkeys(name.removesuffix(VERDICT) for name in names)
     words = _BASELINE_WORDS | {name: one.summary for name, one in known_policies().items()}
