@@ -70,10 +70,6 @@ class ApiClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
         self._http.close()
 
     def get(self, path: str, *, timeout_s: float | None = None, **params: Any) -> Any:
