@@ -42,6 +42,6 @@ def test_a_step_without_load_is_unknown_not_zero():
 
 def test_swaps_come_back_to_the_caller():
     fleet = FleetLog(2)
-    assert [swap.rank for swap in fleet.feed([swap_line(1, 5, "p1")])] == [1]
+    assert [swap.step for swap in fleet.feed([swap_line(1, 5, "p1")])] == [5]
     assert fleet.feed(step_lines(6, (4, 4))) == []
     assert len(fleet.swaps) == 1

@@ -33,10 +33,10 @@ class Options(DemoOptions):
         pass
 
 
-def run(lines, plans=PLANS, restarts=0, **options):
+def run(lines, plans=PLANS, **options):
     fleet = FleetLog(2)
     fleet.feed(lines)
-    return summarise(fleet, plans, Options(**options), restarts)
+    return summarise(fleet, plans, Options(**options))
 
 
 def failed(summary):
@@ -183,10 +183,6 @@ def test_each_fault_is_named(change, kind, promise):
 def test_a_run_without_final_checks_fails():
     summary = run([line for line in good_run() if line["kind"] not in ("check", "exit")])
     assert len(failed(summary)) == 3
-
-
-def test_a_restart_is_reported():
-    assert failed(run(good_run(), restarts=1)) == ["no rank was lost"]
 
 
 def test_observe_mode_must_move_nothing():

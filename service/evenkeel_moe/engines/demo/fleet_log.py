@@ -1,7 +1,7 @@
 """The lines that the ranks of a run have written so far, joined by step."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,12 +39,9 @@ class StepRow:
 class RankSwap:
     """One wave that took effect on one rank."""
 
-    rank: int
     step: int
-    epoch: int
     plan_id: str
     seconds: float
-    received_bytes: int
 
 
 @dataclass(slots=True)
@@ -62,8 +59,6 @@ class FleetLog:
     checks: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """Final check by rank."""
     exits: list[Mapping[str, Any]] = field(default_factory=list)
-    faults: list[Mapping[str, Any]] = field(default_factory=list)
-    """The damage that ranks did on purpose."""
     mismatches: int = 0
     """Largest number of output rows on a rank that differ from the never-migrated model."""
     _open: dict[int, dict[int, Mapping[str, Any]]] = field(default_factory=dict)
@@ -76,13 +71,11 @@ class FleetLog:
             if kind == "step":
                 self._feed_step(line)
             elif kind == "swap":
-                swaps.append(RankSwap(*(line[one.name] for one in fields(RankSwap))))
+                swaps.append(RankSwap(line["step"], line["plan_id"], line["seconds"]))
             elif kind == "check":
                 self.checks[line["rank"]] = line
             elif kind == "exit":
                 self.exits.append(line)
-            elif kind == "fault":
-                self.faults.append(line)
         self.swaps += swaps
         return swaps
 
