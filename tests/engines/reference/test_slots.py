@@ -76,10 +76,10 @@ def test_installing_changes_the_named_layers_and_the_epoch_at_once():
 @pytest.mark.parametrize("fault", list(Fault))
 def test_every_fault_is_named_by_the_inspection_or_changes_the_epoch(fault):
     weights, router = loaded(), Router(PLACEMENT, 3, CPU)
-    assert inspect_rank(0, router, weights, ORIGINALS) == ([], [])
+    assert inspect_rank(0, router, weights, ORIGINALS) == (5, [], [])
     counts = np.array([[1, 9, 0], [2, 3, 4]])
     said = break_something(fault, 0, router, weights, counts)
-    wrong_slots, problems = inspect_rank(0, router, weights, ORIGINALS)
+    _, wrong_slots, problems = inspect_rank(0, router, weights, ORIGINALS)
     if fault is Fault.BYTE:
         assert "expert 1" in said and wrong_slots == [{"layer": 0, "local_slot": 1, "expert": 1}]
         assert "weights are not those of expert 1" in problems[0]

@@ -33,40 +33,23 @@ class FinalCheck:
         return not self.problems
 
 
-def final_check(
+def inspect_rank(
     rank: int,
     router: Router,
     weights: PooledWeights,
     originals: Sequence[Sequence[Sequence[Tensor]]],
-    mismatches: int,
-    check: FinalCheck,
-) -> None:
-    """Compare this rank's slots with the checkpoint.
+) -> tuple[int, list[dict[str, int]], list[str]]:
+    """Compare a rank's slots and routing tables with the checkpoint.
 
     Args:
         rank: this rank.
         router: its routing tables.
         weights: its slots.
         originals: (L, E) tensors of every expert as loaded.
-        mismatches: rows that were computed wrongly so far.
-        check: the result of `compare_maps`.
 
-    Mutates: `check`, which becomes complete.
+    Returns:
+        (slots compared, wrong slots, sentences on wrong slots and table entries).
     """
-    check.slots_checked = int((_own_rows(rank, router, len(originals)) != EMPTY).sum())
-    check.wrong_slots, found = inspect_rank(rank, router, weights, originals)
-    check.problems += found
-    if mismatches:
-        check.problems.append(f"rank {rank}: {mismatches} rows differ from the undistributed model")
-
-
-def inspect_rank(
-    rank: int,
-    router: Router,
-    weights: PooledWeights,
-    originals: Sequence[Sequence[Sequence[Tensor]]],
-) -> tuple[list[dict[str, int]], list[str]]:
-    """Return this rank's faults: (wrong slots, sentences on slots and on table entries)."""
     problems = []
     for layer, expert, slot in router.misrouted():
         held = int(router.phy2log[layer, slot])
@@ -75,24 +58,21 @@ def inspect_rank(
             f" which holds expert {held}"
         )
     wrong_slots = []
-    mine = _own_rows(rank, router, len(originals))
-    for layer, local in np.argwhere(mine != EMPTY).tolist():
+    mine = router.phy2log.reshape(len(originals), router.num_ranks, -1)[:, rank]
+    filled = np.argwhere(mine != EMPTY).tolist()
+    for layer, local in filled:
         expert = int(mine[layer, local])
         if not _same_bits(weights.tensors(layer, local), originals[layer][expert]):
             wrong_slots.append({"layer": layer, "local_slot": local, "expert": expert})
             problems.append(
                 f"rank {rank} layer {layer} slot {local}: weights are not those of expert {expert}"
             )
-    return wrong_slots, problems
+    return len(filled), wrong_slots, problems
 
 
 def _same_bits(have: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
     pairs = zip(have, want, strict=True)
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
-
-
-def _own_rows(rank: int, router: Router, layers: int) -> NDArray[np.int32]:
-    return router.phy2log.reshape(layers, router.num_ranks, -1)[:, rank]
 
 
 def compare_maps(router: Router, communicator: Communicator) -> FinalCheck:

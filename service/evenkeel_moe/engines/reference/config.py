@@ -251,10 +251,6 @@ class RankConfig:
     """The same for the bytes of its KV cache. Both are given or neither."""
     staging_bytes: int = 4 << 20
     """Memory for staged experts on one rank."""
-    poll_every: int = 4
-    """K: calls of step_boundary between two polls of the gate."""
-    poll_latency: int = 2
-    """D: calls from the start of a poll to the use of its result."""
     gate_timeout_s: float = 20.0
 
     # The group; set by the supervisor.
@@ -277,8 +273,6 @@ class RankConfig:
     """Deadline of each collective of the engine."""
     device: str = "auto"
     """`auto` takes the GPU with the rank's number if there are enough GPUs, else the CPU."""
-    interface: str = "lo"
-    """Network interface of the Gloo groups."""
     fault: Fault | None = None
     """Only the first attempt has one."""
     fault_rank: int = 0
@@ -302,8 +296,6 @@ class RankConfig:
             if not least <= getattr(self, name) < self.num_ranks:
                 yield f"{name} {getattr(self, name)} is outside 0..{self.num_ranks - 1}"
         for name, lowest in (
-            ("poll_every", 1),
-            ("poll_latency", 1),
             ("tokens_per_step", 1),
             ("transient_experts", 0),
             ("requests_per_s", 0),

@@ -39,6 +39,8 @@ from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.wire.link import KvCache
 
+_POLL_EVERY, _RESOLVE_AFTER = 4, 2
+"""K and D of the gate: steps between two polls, and from a poll to the use of its result."""
 MakeLink = Callable[[RankConfig], RankLink]
 """Makes the agent's link of a rank of a group."""
 
@@ -179,7 +181,7 @@ class Group:
             config.num_ranks,
             device=device or self._device,
             timeout_s=config.group_timeout_s,
-            interface=config.interface,
+            interface="lo",
         )
         self._connected.append(made)
         return made
@@ -208,8 +210,8 @@ class Group:
                 dispatch=config.dispatch.model.value,
                 lineage=Lineage(Generation(came_from), former) if came_from else None,
                 staging_bytes=config.staging_bytes,
-                poll_every=config.poll_every,
-                resolve_after=config.poll_latency,
+                poll_every=_POLL_EVERY,
+                resolve_after=_RESOLVE_AFTER,
                 gate_timeout_s=config.gate_timeout_s,
             ),
             placement,

@@ -15,7 +15,6 @@ from evenkeel_moe.engines.reference.checks import (
     FinalCheck,
     break_something,
     compare_maps,
-    final_check,
     inspect_rank,
 )
 from evenkeel_moe.engines.reference.config import ExitCode, RankConfig
@@ -305,7 +304,7 @@ class _Rank:
         if mismatches and not self._mismatches:
             # Look for the cause now: a later swap may remove it.
             experts, weights = self._process.model.experts, self._process.weights
-            _, found = inspect_rank(config.rank, group.router, weights, experts)
+            _, _, found = inspect_rank(config.rank, group.router, weights, experts)
             self.lines.write("problem", step=step, problems=found)
             self._problems += found
         self._mismatches += mismatches
@@ -342,16 +341,15 @@ class _Rank:
 
     def _check(self, check: FinalCheck) -> bool:
         """Complete the comparison of the maps with a check of this rank; write what was found."""
-        group = self.group
-        final_check(
-            self.config.rank,
-            group.router,
-            self._process.weights,
-            self._process.model.experts,
-            self._mismatches,
-            check,
-        )
-        check.problems = list(dict.fromkeys([*self._problems, *check.problems]))
+        group, rank = self.group, self.config.rank
+        experts, weights = self._process.model.experts, self._process.weights
+        checked, wrong, found = inspect_rank(rank, group.router, weights, experts)
+        check.slots_checked, check.wrong_slots = checked, wrong
+        if self._mismatches:
+            found.append(
+                f"rank {rank}: {self._mismatches} rows differ from the undistributed model"
+            )
+        check.problems = list(dict.fromkeys([*self._problems, *check.problems, *found]))
         self.lines.write(
             "check",
             ok=check.ok,
