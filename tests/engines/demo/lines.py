@@ -1,71 +1,48 @@
 """Lines as ranks write them, for a run of two ranks and one layer."""
 
 
-def step_lines(step, loads, *, unix=None, seconds=0.01, epoch=0, domain="prose", mismatches=0):
+def step_lines(step, loads, *, seconds=0.01, domain="prose"):
     """One `step` line per rank; loads: tokens of each rank in the single layer."""
     return [
         {
             "kind": "step",
             "rank": rank,
-            "unix": float(step) if unix is None else unix,
+            "unix": float(step),
             "step": step,
             "seconds": seconds,
-            "tokens": 8,
-            "epoch": epoch,
+            "epoch": 0,
             "domain": domain,
             "rank_load": [load],
             "compute_s": [load * 1e-3],
             "paced_s": [load * 1e-3],
-            "mismatches": mismatches,
+            "mismatches": 0,
         }
         for rank, load in enumerate(loads)
     ]
 
 
-def swap_line(rank, step, plan_id, *, epoch=1, seconds=0.001):
-    return {
-        "kind": "swap",
-        "rank": rank,
-        "unix": float(step),
-        "step": step,
-        "epoch": epoch,
-        "plan_id": plan_id,
-        "wave_index": 0,
-        "layers": [0],
-        "seconds": seconds,
-        "received_bytes": 100,
-    }
+def swap_line(rank, step, plan_id):
+    return {"kind": "swap", "rank": rank, "step": step, "plan_id": plan_id, "seconds": 0.001}
 
 
 def check_line(rank, **changes):
     return {
         "kind": "check",
         "rank": rank,
-        "unix": 1e3,
         "ok": True,
         "problems": [],
-        "epoch": 2,
         "epochs_agree": True,
         "maps_agree": True,
         "slots_checked": 10,
         "wrong_slots": [],
         "rows_checked": 1000,
         "mismatches": 0,
-        "swaps": 2,
-        "dropped_records": 0,
         **changes,
     }
 
 
 def exit_line(rank, code=0, reason="finished", detail=""):
-    return {
-        "kind": "exit",
-        "rank": rank,
-        "unix": 1e3,
-        "code": code,
-        "reason": reason,
-        "detail": detail,
-    }
+    return {"kind": "exit", "rank": rank, "code": code, "reason": reason, "detail": detail}
 
 
 def plan(plan_id, created_at, reason="balance_below_threshold", **changes):

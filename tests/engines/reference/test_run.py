@@ -8,11 +8,12 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from evenkeel_moe.adapters.processes.child_process import dying_with_parent
-from evenkeel_moe.engines.reference.config import ExitCode, Fault, RankConfig
+from evenkeel_moe.engines.reference.config import DispatchRule, ExitCode, Fault, RankConfig
 from evenkeel_moe.engines.reference.fleet import run_fleet
 from evenkeel_moe.engines.reference.fleet_report import died_words
 from evenkeel_moe.engines.reference.lines import read_lines
@@ -75,11 +76,17 @@ def test_a_paced_rank_takes_its_time_in_each_layer_and_the_slow_one_longer(tmp_p
             assert step["seconds"] > sum(step["compute_s"])
 
 
-def test_waves_move_real_weights_and_every_output_stays_exact(tmp_path):
+# Each rule is compared over real Gloo, across a change of the map, in test_dispatch.py.
+@pytest.mark.parametrize("rule", [DispatchRule.EVEN, DispatchRule.LPLB, DispatchRule.LIBRA_REFINED])
+def test_waves_move_real_weights_and_every_output_stays_exact(tmp_path, rule):
     """Two plans with different replica counts per layer, and one aborted plan."""
-    report = run(tmp_path, {"seed": 7, "plans": 3, "uneven": True, "abort": [1]}, steps=60)
+    script = {"seed": 7, "plans": 3, "uneven": True, "abort": [1]}
+    report = run(tmp_path, script, steps=60, dispatch=rule)
     assert report.ok, report
     assert report.codes == (0, 0) and report.restarts == 0
+    served = [[step["served"] for step in lines(tmp_path, rank, "step")] for rank in range(2)]
+    # Two ranks, 64 tokens each, two choices and one shared expert.
+    assert (np.sum(served, axis=0) == 2 * 64 * 3).all()
     for rank in range(2):
         swaps = lines(tmp_path, rank, "swap")
         assert [swap["epoch"] for swap in swaps] == list(range(1, len(swaps) + 1))
@@ -90,6 +97,7 @@ def test_waves_move_real_weights_and_every_output_stays_exact(tmp_path):
         ]
         [check] = lines(tmp_path, rank, "check")
         assert check["mismatches"] == 0 and check["rows_checked"] == 60 * 64
+        assert check["ok"] and check["dropped_records"] == 0
         assert check["slots_checked"] == 3 * 5 and check["wrong_slots"] == []
         steps = lines(tmp_path, rank, "step")
         assert [step["step"] for step in steps] == list(range(60))
