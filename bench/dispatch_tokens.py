@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench.dispatch_baselines import PathTable
-from bench.dispatch_traces import RANKS, Recorded, shared_cost
+from bench.dispatch_traces import RANKS, Recorded, placements_of, shared_cost
 from bench.report import Row
 from evenkeel_moe.dispatch import (
     DispatchTables,
@@ -22,8 +22,7 @@ from evenkeel_moe.engines.reference.config import RankConfig
 from evenkeel_moe.engines.reference.model import Model
 from evenkeel_moe.engines.reference.traffic import TextTraffic
 from evenkeel_moe.model.placement import Placement
-from evenkeel_moe.model.topology import ModelShape, Topology
-from evenkeel_moe.planning.policies.eplb import rebalance_experts
+from evenkeel_moe.model.topology import Topology
 
 TOKENS_PER_RANK = 256
 BATCHES = 12
@@ -55,7 +54,7 @@ def waterfill_rule_rows(ids: dict[str, NDArray[np.int64]]) -> Iterator[list[Row]
     for name, tokens in ids.items():
         rows = []
         top_k = tokens.shape[2]
-        placements = _placements(tokens)
+        placements = placements_of(_half_load(tokens), top_k)
         batches_of = {key: _dispatched(tokens, placed) for key, placed in placements.items()}
         for label, shared in (
             ("own", Fraction(shared_cost(name))),
@@ -102,25 +101,10 @@ class _Batch(NamedTuple):
     slots_per_rank: int
 
 
-def _placements(tokens: NDArray[np.int64]) -> dict[str, Placement]:
-    """Return placements by name: in order, and EPLB's of the first half of the tokens."""
-    half = len(tokens) // 2
-    _, layers, top_k = tokens.shape
-    experts = int(tokens.max()) + 1
-    seen = np.stack(
-        [np.bincount(tokens[:half, layer].ravel(), minlength=experts) for layer in range(layers)]
-    )
-    initial = Placement.initial(
-        ModelShape(layers, experts, RANKS, -(-experts // RANKS), top_k, 1),
-    )
-    return {"no_eplb": initial} | {
-        f"eplb_{redundant}_redundant": Placement(
-            rebalance_experts(seen, experts + redundant, 1, 1, RANKS, allow_duplicates=False),
-            RANKS,
-            experts,
-        )
-        for redundant in (0, 8, 16)
-    }
+def _half_load(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return (1, L, E) tokens of each expert in the first half."""
+    experts, layers = int(tokens.max()) + 1, tokens[: len(tokens) // 2].swapaxes(0, 1)
+    return np.stack([np.bincount(layer.ravel(), minlength=experts) for layer in layers])[None]
 
 
 def _dispatched(tokens: NDArray[np.int64], placement: Placement) -> list[_Batch]:

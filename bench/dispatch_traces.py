@@ -99,6 +99,16 @@ def eplb_placement(load: NDArray[np.generic], ranks: int, slots_per_rank: int) -
     return Placement(rows, ranks, load.shape[2])
 
 
+def placements_of(load: NDArray[np.generic], top_k: int) -> dict[str, Placement]:
+    """Return placements of a (T, L, E) load: in order, and EPLB's with more and more replicas."""
+    _, layers, experts = load.shape
+    shape = ModelShape(layers, experts, RANKS, -(-experts // RANKS), top_k, 1)
+    return {"no_eplb": Placement.initial(shape)} | {
+        f"eplb_{redundant}_redundant": eplb_placement(load, RANKS, (experts + redundant) // RANKS)
+        for redundant in (0, 8, 16)
+    }
+
+
 def setup_of(trace: Recorded, dispatch: DispatchModel) -> Setup:
     """Return the trace on 8 ranks with 72 slots per layer; on two nodes if the rule uses nodes."""
     window, horizon = trace.window

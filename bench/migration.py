@@ -128,30 +128,27 @@ def serving_rows(log: FleetLog, done: Sequence[dict]) -> list[Row]:
         calm = [row for row in log.rows if row.unix < plan["created_at"]]
         during += running
         before += calm[-len(running) :] if running else []
-    median = float(np.median([row.seconds for row in log.rows]))
+    median = quantile(log.rows, 0.5)
     swaps = [swap.seconds for swap in log.swaps]
     return [
         Row("swap_over_median_step", max(swaps) / median, "longest swap over a median step"),
         Row("swap_median_over_median_step", float(np.median(swaps)) / median, "median swap"),
         Row(
             "step_p99_ratio",
-            p99(during) / p99(before),
+            quantile(during, 0.99) / quantile(before, 0.99),
             f"{len(during)} steps of plans, p99 over before",
         ),
-        Row("step_median_ratio", middle(during) / middle(before), "median over before"),
+        Row(
+            "step_median_ratio", quantile(during, 0.5) / quantile(before, 0.5), "median over before"
+        ),
         Row("step_median_s", median, "s"),
         Row("plans", float(len(done)), "committed"),
     ]
 
 
-def p99(rows: Sequence[StepRow]) -> float:
-    """Return the 99th percentile of the slowest rank's step times [s]."""
-    return float(np.quantile([row.seconds for row in rows], 0.99))
-
-
-def middle(rows: Sequence[StepRow]) -> float:
-    """Return the median of the slowest rank's step times [s]."""
-    return float(np.median([row.seconds for row in rows]))
+def quantile(rows: Sequence[StepRow], share: float) -> float:
+    """Return a quantile of the slowest rank's step times [s]."""
+    return float(np.quantile([row.seconds for row in rows], share))
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench.dispatch_rules import predicted_demand
-from bench.dispatch_traces import RANKS, Recorded, eplb_placement
+from bench.dispatch_traces import RANKS, Recorded, eplb_placement, placements_of
 from bench.report import Row
 from evenkeel_moe.dispatch import (
     FewestReplicas,
@@ -162,14 +162,10 @@ def waterfill_rows(traces: list[Recorded]) -> Iterator[list[Row]]:
     """
     found: dict[str, list[float]] = {}
     for trace in traces:
-        half, experts = len(trace.load) // 2, trace.load.shape[2]
+        half = len(trace.load) // 2
         later = trace.load[half:].astype(np.float64)
         source = trace.source[half:].sum(axis=3).transpose(0, 2, 1).astype(np.float64)
-        placements = {"no_eplb": trace.in_order}
-        for redundant in (0, 8, 16):
-            placements[f"eplb_{redundant}_redundant"] = eplb_placement(
-                trace.load[:half], RANKS, (experts + redundant) // RANKS
-            )
+        placements = placements_of(trace.load[:half], trace.top_k)
         for label, share in (("own", trace.shared_cost / trace.top_k), ("one_to_8", 1 / 8)):
             for name, placement in placements.items():
                 routed = rank_load(later, placement)

@@ -10,7 +10,6 @@ def step_lines(step, loads, *, seconds=0.01, domain="prose"):
             "unix": float(step),
             "step": step,
             "seconds": seconds,
-            "epoch": 0,
             "domain": domain,
             "rank_load": [load],
             "compute_s": [load * 1e-3],

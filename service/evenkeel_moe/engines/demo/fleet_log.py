@@ -22,7 +22,6 @@ class StepRow:
     """Unix time at which the last rank wrote it."""
     seconds: float
     """Duration on the slowest rank."""
-    epoch: int
     domain: str
     rank_load: NDArray[np.int64]
     """(L, R) [tokens]."""
@@ -96,7 +95,6 @@ class FleetLog:
                 step=line["step"],
                 unix=max(row["unix"] for row in ranks.values()),
                 seconds=max(row["seconds"] for row in ranks.values()),
-                epoch=line["epoch"],
                 domain=line["domain"],
                 rank_load=load,
                 balancedness=float(known.mean()) if known.size else float("nan"),
