@@ -32,7 +32,6 @@ class Recorded:
     """(T, L, E) [tokens]."""
     source: NDArray[np.int64]
     """(T, R, L, E) [tokens] by source rank: recorded, or drawn evenly if the trace has none."""
-    source_recorded: bool
     lookahead: NDArray[np.int64] | None
     """(T, L - 1, E) predicted load of layers 1.., None where not recorded."""
     recall: NDArray[np.float64] | None
@@ -69,8 +68,7 @@ def read_all(folder: Path) -> list[Recorded]:
                 continue
             load = archive["T"].astype(np.int64)
             top_k = int(archive["topk"])
-            recorded = "S" in archive.files and archive["S"].shape[1] == RANKS
-            if recorded:
+            if "S" in archive.files and archive["S"].shape[1] == RANKS:
                 source = archive["S"].astype(np.int64)
             else:
                 rng = np.random.default_rng(len(found))
@@ -80,7 +78,7 @@ def read_all(folder: Path) -> list[Recorded]:
                 archive["lookahead_recall"].astype(np.float64) if "P" in archive.files else None
             )
         cost = shared_cost(path.stem)
-        found.append(Recorded(path.stem, load, source, recorded, lookahead, recall, top_k, cost))
+        found.append(Recorded(path.stem, load, source, lookahead, recall, top_k, cost))
     return found
 
 

@@ -6,7 +6,7 @@ slowest rank, as ranks wait for each other. Communication is not part of it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -42,11 +42,8 @@ LAYERS = (
 """Models, and the number types of their experts, that are measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The tokens of the slots of one rank, in one layer and step."""
-
-    tokens: tuple[int, ...]
+Share = tuple[int, ...]
+"""The tokens of the slots of one rank, in one layer and step."""
 
 
 class RaggedLayer:
@@ -74,15 +71,15 @@ class RaggedLayer:
 
     def __call__(self, share: Share) -> None:
         """Compute a share; its result is dropped. A rank without tokens launches nothing."""
-        if any(share.tokens):
+        if any(share):
             self._graphs.run(self.compute, share)
 
     def compute(self, share: Share) -> torch.Tensor:
         """Return (n, d_model) results, slot by slot."""
         if share not in self._ends:
-            reached = np.cumsum(share.tokens)
+            reached = np.cumsum(share)
             self._ends[share] = torch.tensor(reached, dtype=torch.int32, device=self.row.device)
-        rows, ends = self._rows[: sum(share.tokens)], self._ends[share]
+        rows, ends = self._rows[: sum(share)], self._ends[share]
         if len(rows) == 0:
             return rows
         with torch.no_grad():
@@ -105,7 +102,7 @@ def rank_tokens(row: NDArray[np.int32], counts: NDArray[np.int64], ranks: int) -
         each, more = divmod(int(counts[expert]), len(slots))
         tokens[slots] = each
         tokens[slots[:more]] += 1
-    return [Share(tuple(part.tolist())) for part in tokens.reshape(ranks, -1)]
+    return [tuple(part.tolist()) for part in tokens.reshape(ranks, -1)]
 
 
 def slowest_ranks(
@@ -127,7 +124,7 @@ def _planned(setup: Setup, name: str, objective: Objective) -> Placement:
 
 def _by_fit(cost: ReplicaCost) -> Callable[[Share], float]:
     def seconds(share: Share) -> float:
-        busy = [count for count in share.tokens if count]
+        busy = [count for count in share if count]
         work = sum(cost.s_per_replica + max(cost.read_s, cost.s_per_token * n) for n in busy)
         return cost.fixed_s + work
 
@@ -210,15 +207,12 @@ def _rows(
     }
     samples = _samples(setup, sizes.pick(16, 2))
     shares = {key: _shares(setup, one, samples, choices) for key, one in placements.items()}
-    points = sorted(
-        {share for layers in shares.values() for ranks in layers for share in ranks},
-        key=lambda share: share.tokens,
-    )
-    layer = RaggedLayer(shape, device, max(sum(share.tokens) for share in points))
+    points = sorted({share for layers in shares.values() for ranks in layers for share in ranks})
+    layer = RaggedLayer(shape, device, max(sum(share) for share in points))
     timing = time_points(layer, points, budget_s=sizes.budget_s * 3 / 4, settle=waiter(device))
     measured = dict(zip(points, timing.seconds, strict=True))
     times = slowest_ranks(shares, measured.__getitem__)
-    by_tokens = slowest_ranks(shares, lambda share: float(sum(share.tokens)))
+    by_tokens = slowest_ranks(shares, lambda share: float(sum(share)))
     by_fit = slowest_ranks(shares, _by_fit(cost))
     for key, seconds in times.items():
         ratios = [found[key] / found["linear"] for found in (times, by_tokens, by_fit)]

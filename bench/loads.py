@@ -75,9 +75,14 @@ def regrouped(trace: Trace, together: int = 4) -> Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Labels:
-    """The properties of drawn traffic. Each layer draws its own experts for them."""
+class Regime:
+    """Traffic to draw. Each layer draws its own experts for the properties."""
 
+    steps: int
+    layers: int
+    experts: int
+    tokens: int
+    """Every step routes so many in each layer."""
     skew: float = 2.0
     """Mean load of the hottest expert over that of all experts. CRAFT calls a layer skewed from 10
     on; recorded layers have 2 to 8."""
@@ -89,17 +94,6 @@ class Labels:
     """Their load in these steps over the mean load of an expert; GEM's have 3."""
     drift: float = 0.0
     """Share of a layer's load that is on other experts at the end than at the start."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Regime(Labels):
-    """Traffic to draw."""
-
-    steps: int
-    layers: int
-    experts: int
-    tokens: int
-    """Every step routes so many in each layer."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -181,27 +175,3 @@ def _drifting(
         places = [pair, len(law) - 1 - pair]
         shares[step:, places] = shares[step:, places[::-1]]
     return shares
-
-
-def measured_labels(load: NDArray[np.int64]) -> Labels:
-    """Return the labels of (T, L, E) [tokens], each the mean over layers.
-
-    An expert is temporal if it has no token in half of the steps, and in the others more than half
-    of the mean load of an expert. Skew is that of the mean over all steps, which drift lowers;
-    drift is between the first and the last eighth of the steps.
-    """
-    eighth = max(1, len(load) // 8)
-    start, end = (part.mean(axis=0) for part in (load[:eighth], load[-eighth:]))
-    mean = load.mean(axis=(0, 2))[:, None]
-    used = load > 0
-    share = used.mean(axis=0)
-    when_used = load.sum(axis=0) / np.maximum(used.sum(axis=0), 1)
-    temporal = (share > 0) & (share < 0.5) & (when_used > mean / 2)
-    moved = np.abs(end / end.sum(axis=1, keepdims=True) - start / start.sum(axis=1, keepdims=True))
-    return Labels(
-        skew=float((load.mean(axis=0).max(axis=1) / mean[:, 0]).mean()),
-        temporal=round(float(temporal.sum(axis=1).mean())),
-        active=float(share[temporal].mean()) if temporal.any() else 0.0,
-        burst=float((when_used / mean)[temporal].mean()) if temporal.any() else 0.0,
-        drift=float(moved.sum(axis=1).mean() / 2),
-    )

@@ -46,7 +46,7 @@ def regime_rows() -> Iterator[list[Row]]:
             steps=216, layers=4, experts=64, tokens=4096, skew=3.0, temporal=count, burst=5.0
         )
         load = drawn_traffic(regime)
-        trace = Recorded(f"temporal_{count}", load, load[:, None], False, None, None, 4, 1)
+        trace = Recorded(f"temporal_{count}", load, load[:, None], None, None, 4, 1)
         for spread in ("high", "low"):
             yield [
                 Row(f"regime_temporal_{count}_{spread}_{name}_mean_saved", saved[0], "1")

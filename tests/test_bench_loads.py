@@ -1,14 +1,39 @@
 """Drawn traffic is what its labels say."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from bench.loads import Regime, drawn_traffic, measured_labels
+from bench.loads import Regime, drawn_traffic
 from evenkeel_moe.errors import InvalidInput
 
 PLAIN = Regime(steps=256, layers=2, experts=64, tokens=20_000)
+
+
+def measured_labels(load):
+    """The labels of (T, L, E) [tokens], each the mean over layers.
+
+    An expert is temporal if it has no token in half of the steps, and in the others more than half
+    of the mean load of an expert. Skew is that of the mean over all steps, which drift lowers;
+    drift is between the first and the last eighth of the steps.
+    """
+    eighth = len(load) // 8
+    start, end = (part.mean(axis=0) for part in (load[:eighth], load[-eighth:]))
+    mean = load.mean(axis=(0, 2))[:, None]
+    used = load > 0
+    share = used.mean(axis=0)
+    when_used = load.sum(axis=0) / np.maximum(used.sum(axis=0), 1)
+    temporal = (share > 0) & (share < 0.5) & (when_used > mean / 2)
+    moved = np.abs(end / end.sum(axis=1, keepdims=True) - start / start.sum(axis=1, keepdims=True))
+    return SimpleNamespace(
+        skew=(load.mean(axis=0).max(axis=1) / mean[:, 0]).mean(),
+        temporal=temporal.sum(axis=1).mean(),
+        active=share[temporal].mean() if temporal.any() else 0.0,
+        burst=(when_used / mean)[temporal].mean() if temporal.any() else 0.0,
+        drift=moved.sum(axis=1).mean() / 2,
+    )
 
 
 @pytest.mark.parametrize("experts", [16, 64, 256, 896])

@@ -37,20 +37,20 @@ def test_a_page_keeps_its_text_and_its_blocks_are_read_back():
 def test_each_rank_gets_an_even_part_of_its_experts_tokens():
     row = np.array([0, 1, -1, 1, 2, 1], np.int32)
     shares = rank_tokens(row, np.array([4, 11, 0]), 2)
-    assert shares == [Share((4, 4, 0)), Share((4, 0, 3))]
+    assert shares == [(4, 4, 0), (4, 0, 3)]
 
 
 def test_the_slowest_rank_of_each_layer_counts():
-    shares = {"one": [[Share((1,)), Share((5,))], [Share((2,)), Share((1,))]]}
-    assert slowest_ranks(shares, lambda share: float(share.tokens[0])) == {"one": 3.5}
+    shares: dict[str, list[list[Share]]] = {"one": [[(1,), (5,)], [(2,), (1,)]]}
+    assert slowest_ranks(shares, lambda share: float(share[0])) == {"one": 3.5}
 
 
 def test_the_ragged_layer_computes_every_slot_with_its_own_weights():
     layer = RaggedLayer(ExpertShape(16, 8, 3, "bfloat16"), torch.device("cpu"), 10)
-    for share in (Share((2, 0, 5)), Share((0, 0, 0)), Share((9, 1, 0)), Share((2, 0, 5))):
+    for share in ((2, 0, 5), (0, 0, 0), (9, 1, 0), (2, 0, 5)):
         found = layer.compute(share)
-        assert found.shape == (sum(share.tokens), 16)
-        slots = np.repeat(np.arange(3), share.tokens)
+        assert found.shape == (sum(share), 16)
+        slots = np.repeat(np.arange(3), share)
         for slot, row in zip(slots, found, strict=True):
             gate, value = (layer.row @ layer.up[slot]).chunk(2, dim=-1)
             wanted = torch.nn.functional.silu(gate) * value @ layer.down[slot]

@@ -51,7 +51,7 @@ def test_the_rule_of_waterfill_saves_less_than_its_ideal_and_more_with_more_to_c
 
 def test_more_restarts_of_gem_never_lose_on_the_window_and_few_tokens_are_profiled():
     load = np.stack([zipf_load(2, 16, tokens=800, seed=step) for step in range(80)])
-    trace = Recorded("drawn", load, load[:, None], False, None, None, 2, 1)
+    trace = Recorded("drawn", load, load[:, None], None, None, 2, 1)
     rows = {row.name: row.value for part in gem_search_rows([trace]) for row in part}
     window = [rows[f"gem_restarts_{count}_window_saved_mean"] for count in RESTARTS]
     assert window == sorted(window) and window[0] > 0.0

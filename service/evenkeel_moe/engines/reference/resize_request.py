@@ -5,13 +5,13 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from evenkeel_moe.engines.reference.lines import replace_text
-from evenkeel_moe.engines.reference.resizing import ResizeOutcome
+from evenkeel_moe.engines.reference.supervisor import Supervisor
 from evenkeel_moe.errors import Conflict, EvenkeelError, InvalidInput, Unavailable
 
 _POLL_S = 0.1
@@ -27,16 +27,6 @@ class SizeRequest:
     request_id: str
 
 
-class Resizable(Protocol):
-    """A group that takes requests for a resize; see `Supervisor`."""
-
-    resized: ResizeOutcome | None
-
-    def resize(self, num_ranks: int, retire: Collection[int] = (), *, drain_s: float) -> None:
-        """Begin to change the number of ranks, or raise why not."""
-        ...
-
-
 class ResizeRequests:
     """The fleet's side: takes requests that are newer than the fleet, and answers each.
 
@@ -49,7 +39,7 @@ class ResizeRequests:
         _request_file(folder).unlink(missing_ok=True)
         self._under_way: SizeRequest | None = None
 
-    def serve(self, fleet: Resizable) -> None:
+    def serve(self, fleet: Supervisor) -> None:
         """Begin the resize of a new request, and answer the one whose resize has ended."""
         if self._under_way is not None and (outcome := fleet.resized) is not None:
             self._answer(self._under_way, ok=not outcome.failed, words=outcome.words)
