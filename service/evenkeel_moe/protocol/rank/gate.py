@@ -79,9 +79,10 @@ class Gate:
         if not 1 <= resolve_after <= poll_every:
             raise InvalidInput(f"needs 1 <= D <= K, got D = {resolve_after}, K = {poll_every}")
         self.participant = participant
+        self.deployment = participant.identity.deployment
         self.poll_every = poll_every
         self.resolve_after = resolve_after
-        self.digest = _digest(participant.identity.deployment, poll_every, resolve_after)
+        self.digest = _digest(self.deployment, poll_every, resolve_after)
         """All ranks must have the same digest before the first poll; also `Hello.gate_digest`."""
         self.calls = 0
         """The `advance` calls since the group started, dummy steps included."""
@@ -178,7 +179,7 @@ class Gate:
             view = self.participant.snapshot(now)
             armed, h, want_drop = view.armed_epoch, view.fingerprint, int(view.want_drop)
         except Exception as error:  # A bug of ours must not stop the polling (R9).
-            self.faults.append(f"snapshot: {error!r}")
+            self.faults.append(f"snapshot of {self.deployment}: {error!r}")
             self.participant.observe_only = True
             armed = h = want_drop = 0
         self._began = self.calls
@@ -228,7 +229,7 @@ class Gate:
         try:
             actions += self.participant.handle(event, now)
         except Exception as error:  # The other ranks acted on this result (R8).
-            return self._leave(f"the rank could not take {event}: {error!r}")
+            return self._leave(f"{self.deployment} could not take {event}: {error!r}")
         for action in actions:
             if isinstance(action, LeaveGroup):
                 return self._leave(action.detail, action.reason)
