@@ -356,8 +356,9 @@ def controlled(rank, size, *, controllers):
 def warm(rank, size, *, path):
     """vLLM starts from a file of `evenkeel placement export`; then a plan follows."""
     one = Rank(rank, size, use_async=True, placement=path)
+    start = one.seen()
     one.steps(6)
-    return one.carry_out(one.target())
+    return {"start": start, **one.carry_out(one.target())}
 
 
 def warm_start_map(rank, size, *, path, mode="place"):

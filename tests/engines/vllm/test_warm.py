@@ -24,15 +24,12 @@ def written(path, layers=3):
     return str(path)
 
 
-def test_vllm_starts_where_the_file_says(tmp_path):
-    for seen in ranks.run(SCENARIOS, "warm_start_map", path=written(tmp_path / "map.json")):
-        assert np.array_equal(seen["map"], placement().phy2log)
-        assert np.array_equal(seen["placement"], placement().phy2log)
-        assert seen["wrong"] == []
-
-
-def test_plans_go_on_from_there(tmp_path):
+def test_vllm_starts_where_the_file_says_and_plans_go_on_from_there(tmp_path):
     for seen in ranks.run(SCENARIOS, "warm", path=written(tmp_path / "map.json")):
+        start = seen["start"]
+        assert np.array_equal(start["map"], placement().phy2log)
+        assert np.array_equal(start["placement"], placement().phy2log)
+        assert start["wrong"] == []
         assert np.array_equal(seen["map"], seen["target"])
         assert seen["wrong"] == []
         assert seen["epoch"] == 1
