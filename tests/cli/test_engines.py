@@ -74,7 +74,9 @@ VLLM = ("--enable-expert-parallel", "--enable-eplb")
         ("sglang", ("--enable-eplb", "--moe-runner-backend", "lora_marlin"), "lora_marlin: the"),
         ("sglang", ("--enable-eplb", "--attn-dp-size", "1"), None),
         ("sglang", ("--enable-eplb", "--attn-dp-size", "8"), "8: without an all-to-all SGLang"),
-        ("sglang", ("--enable-eplb", "--enable-dp-attention"), "without an all-to-all SGLang"),
+        ("sglang", ("--enable-eplb", "--enable-dp-attention"), None),
+        ("sglang", ("--enable-eplb", "--enable-dp-attention", "--dp-size=1"), None),
+        ("sglang", ("--enable-eplb", "--enable-dp-attention", "--dp-size=8"), "an all-to-all SGL"),
         ("sglang", ("--enable-eplb", "--attn-dp-size=8", "--moe-a2a-backend=deepep"), None),
     ],
 )

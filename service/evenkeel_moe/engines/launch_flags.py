@@ -29,26 +29,33 @@ class Limit:
     """The version and file in which this was read."""
     unless: tuple[str, ...] = ()
     """Other options; with one of them only the engine's start can tell."""
+    together_with: tuple[str, ...] = ()
+    """Other options of which one must be on as well; none: it matters alone."""
     only_place: bool = False
     """True if the plugin starts in mode observe all the same."""
 
     def meets(self, flags: Mapping[str, Any]) -> bool:
         """Return True if a server with these flags is concerned."""
-        value = flags.get(self.option)
-        if any(_is_on(flags.get(option)) for option in self.unless):
+        if any(_is_on(flags, option) for option in self.unless):
+            return False
+        if self.together_with and not any(_is_on(flags, option) for option in self.together_with):
             return False
         if self.values:
+            value = flags.get(self.option)
             return isinstance(value, str) and value.startswith(self.values)
-        alone = self.option.endswith("-size") and str(value) == "1"
-        return _is_on(value) and not alone
+        return _is_on(flags, self.option)
 
 
-def _is_on(value: Any) -> bool:
-    return value is not None and str(value).lower() not in _OFF
+def _is_on(flags: Mapping[str, Any], option: str) -> bool:
+    """Return True unless an option is missing or off; a size of 1 divides nothing."""
+    value = str(flags.get(option, "")).lower()
+    return value not in _OFF and not (option.endswith("-size") and value == "1")
 
 
 _ROUTES_OWN = ("moe-a2a-backend", "moe-runner-backend")
 """Options with which SGLang may route the tokens of each rank on that rank."""
+_DATA_PARALLEL = ("dp-size", "data-parallel-size")
+"""Without one of them SGLang drops --enable-dp-attention."""
 LIMITS: Mapping[str, tuple[Limit, ...]] = {
     "vllm": (
         Limit(
@@ -130,11 +137,12 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
                 " to one length and counts what fills them; choose a --moe-a2a-backend",
                 source,
                 unless=_ROUTES_OWN,
+                together_with=others,
             )
-            for option, source in (
-                ("attn-dp-size", "SGLang 0.5.23, layers/moe/utils.py"),
-                ("attention-data-parallel-size", "SGLang 0.5.23, layers/moe/utils.py"),
-                ("enable-dp-attention", "SGLang 0.5.21, layers/moe/utils.py"),
+            for option, source, others in (
+                ("attn-dp-size", "SGLang 0.5.23, layers/moe/utils.py", ()),
+                ("attention-data-parallel-size", "SGLang 0.5.23, layers/moe/utils.py", ()),
+                ("enable-dp-attention", "SGLang 0.5.21, layers/moe/utils.py", _DATA_PARALLEL),
             )
         ),
     ),
@@ -157,7 +165,7 @@ def find_limits(engine: str, flags: Mapping[str, Any]) -> Iterator[tuple[str, bo
         (reason in words, True if the plugin starts in mode observe all the same).
     """
     for option in REQUIRED[engine]:
-        if not _is_on(flags.get(option)):
+        if not _is_on(flags, option):
             words = f"--{option} is missing: without it the engine has no balancer (the plugin)"
             yield words, False
     for limit in LIMITS[engine]:
