@@ -14,19 +14,23 @@ const PERIOD_MS = 10_000;
  *   the same one
  * @returns {{data: import("../lib/history.js").Point[] | null, error: Error | null}} Oldest first;
  *   null before the first answer. Later decisions come with the deployment, but for one that
- *   another replica leads: there the kept ones are asked for again.
+ *   another replica leads: there the newest are asked for again.
  */
 export function useHistory(api, deployment) {
   const [later, setLater] = useState([]);
   // Every replica answers this, also one that does not lead.
-  const path = deployment && `${deploymentPath(deployment.deployment)}/decisions?page_size=1000`;
+  const path = deployment && `${deploymentPath(deployment.deployment)}/decisions`;
   const isFollower = deployment?.state === "follower";
-  const kept = usePoll(api, path, isFollower ? PERIOD_MS : 0);
+  const kept = usePoll(api, path && `${path}?page_size=1000`, 0);
+  const newest = usePoll(api, isFollower ? `${path}?page_size=20` : null, PERIOD_MS);
   const add = (known, points) => merge(known, points, api.now() - SPAN_S);
   const last = isFollower ? null : deployment?.last_decision;
   useEffect(() => {
     if (last) setLater((old) => add(old, [pointOf(last, deployment)]));
   }, [last?.at]);
+  useEffect(() => {
+    if (newest.data) setLater((old) => add(old, newest.data.items.map((each) => pointOf(each))));
+  }, [newest.data]);
   const data = useMemo(
     () => kept.data && add(later, kept.data.items.map((each) => pointOf(each))),
     [kept.data, later],

@@ -71,7 +71,7 @@ export function useEvery(work, periodMs, inputs) {
       clearTimeout(timer);
       document.removeEventListener("visibilitychange", shown);
     };
-  }, [periodMs, ...inputs]);
+  }, inputs);
 }
 
 /** @returns {boolean} True if the reader prefers a dark page; follows changes. */
