@@ -1,23 +1,23 @@
 """Copy some steps of a trace: `python cut.py SOURCE TARGET FIRST LAST`.
 
-Keeps the counts, tokens, top-k and domain mix; drops predictions and counts by source rank.
+Keeps what the reader knows of it; drops predictions and counts by source rank.
 """
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
-import numpy as np
-
-_BY_STEP = ("T", "tokens", "mix")
-_WHOLE = ("layer_ids", "topk", "domains")
+from evenkeel_moe.formats import read_trace, write_trace
 
 
 def main(source: str, target: str, first: str, last: str) -> None:
     """Write steps first..last-1 of the source trace to the target."""
-    steps = slice(int(first), int(last))
-    with np.load(source, allow_pickle=False) as trace:
-        parts = {name: trace[name][steps] for name in _BY_STEP if name in trace}
-        whole = {name: trace[name] for name in _WHOLE if name in trace}
-    np.savez_compressed(target, **parts, **whole)  # type: ignore[arg-type]
+    trace, start, end = read_trace(Path(source)), int(first), int(last)
+    if not 0 <= start < end <= trace.num_steps:
+        raise SystemExit(f"cannot cut steps {start}..{end} from a trace of {trace.num_steps}")
+    tokens = None if trace.tokens is None else trace.tokens[start:end]
+    counts = trace.counts[start:end]
+    write_trace(Path(target), replace(trace, counts=counts, tokens=tokens, source=None))
 
 
 if __name__ == "__main__":
