@@ -41,6 +41,8 @@ def test_status_of_one_shows_its_ranks(run):
 def test_json_has_every_figure_of_a_view(run):
     answer = json.loads(run("status", "demo", "-o", "json")[1])
     assert (answer["ranks"][0]["free_bytes"], answer["epoch"]) == (10_000, 3)
+    answer = json.loads(run("heatmap", "-d", "demo", "-o", "json")[1])
+    assert len(answer["ranks"]) == len(answer["experts"]) == answer["num_layers"]
 
 
 def test_a_rank_outside_of_waves_is_named_with_its_reason(run, operations):

@@ -152,7 +152,7 @@ async def get_recommendation(
     """Compare the gain of a plan, of other policies, and of more or fewer replicas.
 
     They are planned on the older steps of the window and scored on the newer ones. Nothing is
-    moved, started or stored.
+    moved, started or stored. While a plan runs the answer is 409.
     """
     advice = await about.operations.recommendation(about.deployment, wanted.max_age_s)
     return recommendation_out(advice, wanted.tokens_per_sequence, (await about.status()).mode)
@@ -179,7 +179,7 @@ async def get_capacity(about: About, wanted: Annotated[_CapacityQuery, Query()])
 
     Each width is planned by the deployment's policy on the older steps of the window, from today's
     placement, and scored on the newer ones; large fleets take seconds for each. Nothing is moved,
-    started or stored.
+    started or stored. While a plan runs the answer is 409.
     """
     request = CapacityRequest(**wanted.model_dump())
     return capacity_out(await about.operations.capacity(about.deployment, request))

@@ -138,7 +138,7 @@ async def approve_plan(
     It is 409 `stale_base` if the placement has changed since the plan was made, and 409
     `weights_version_changed` if the weights have. Beyond the limits of the policy, which may be
     lower than when the plan was made, this needs role admin, and is 409 `limit_exceeded` for
-    others. With `If-Match` only the plan with this target is started.
+    others. With `If-Match` only the plan with this target is started; another one is 412.
     """
     if tags := tags_wanted(if_match):
         digest = (await about.operations.plan(about.deployment, plan_id)).plan.target.digest
