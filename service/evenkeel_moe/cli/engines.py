@@ -24,7 +24,8 @@ def check(
     nothing.
 
     Exits with 0 if the plugin would start, and with 1 if a part differs, the version was not
-    tested, or a flag excludes it in the mode of EVENKEEL_RANK__MODE, by default observe.
+    tested, or a flag excludes it in the mode of EVENKEEL_RANK__MODE, by default observe. With 2 if
+    flags or the settings of a rank in the environment are wrong.
 
     Args:
         engine: vllm or sglang. Default: every engine that is installed here.
@@ -55,12 +56,13 @@ def _print_flags(engine: str, flags: list[str]) -> bool:
     from evenkeel_moe.engines.guest.settings import load_guest_settings
     from evenkeel_moe.engines.launch_flags import find_limits, read_flags
 
+    places = load_guest_settings().places
     limits = list(find_limits(engine, read_flags(flags)))
     for words, only_place in limits:
         say(f"excluded {'in mode place ' if only_place else ''}{words}")
     if not limits:
         say(f"{engine}: no flag is known to exclude the balance of experts")
-    return any(not only_place or load_guest_settings().places for _, only_place in limits)
+    return any(places or not only_place for _, only_place in limits)
 
 
 def _print(report: Any) -> None:

@@ -52,7 +52,12 @@ def _is_on(flags: Mapping[str, Any], option: str) -> bool:
     return value not in _OFF and not (option.endswith("-size") and value == "1")
 
 
-_ROUTES_OWN = ("moe-a2a-backend", "moe-runner-backend")
+_ROUTES_OWN = (
+    "moe-a2a-backend",
+    "moe-runner-backend",
+    "enable-waterfill",
+    "enable-prefill-cp",
+)
 """Options with which SGLang may route the tokens of each rank on that rank."""
 _DATA_PARALLEL = ("dp-size", "data-parallel-size")
 """Without one of them SGLang drops --enable-dp-attention."""
@@ -134,7 +139,8 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
                 option,
                 (),
                 "without an all-to-all SGLang fills the batches of attention data parallelism up"
-                " to one length and counts what fills them; choose a --moe-a2a-backend",
+                " to one length and counts what fills them; unless the model chooses one, choose a"
+                " --moe-a2a-backend",
                 source,
                 unless=_ROUTES_OWN,
                 together_with=others,
