@@ -256,6 +256,7 @@ class ModelRunner:
         self.eplb_manager = manager
         self.model: Any = None
         self.token_to_kv_pool: Any = None
+        self.token_to_kv_pool_allocator = SimpleNamespace()
 
     @property
     def logical_max_total_num_tokens(self) -> int:

@@ -28,6 +28,9 @@ def test_keys_and_values_count_together(told):
 )
 def test_rows_spread_over_ranks_hold_the_tokens_of_all():
     assert read_kv_cache(runner(1001, context_ranks=4)) == KvCache(26, 1001)
+    of_shared_pages = runner(1001)
+    of_shared_pages.token_to_kv_pool_allocator.shard_size = 4
+    assert read_kv_cache(of_shared_pages) == KvCache(26, 1001)
 
 
 def test_a_cache_without_a_fixed_size_of_a_token_is_unknown():

@@ -345,12 +345,14 @@ class SglangGuest(EngineGuest):
         """Register the new weights; collective. Without a call it happens at the next pass."""
         if self.agent is None or not self.moves.reloading:
             return
-        model = self.manager._get_model()
-        # Some models make the map anew at each access, of the tensors that they have then.
-        self._weights = routed_weights(model)
-        if words := unserved(model, self._weights):
-            self.agent.disable_migration(words)
-        self.moves.end_reload()
+        try:
+            model = self.manager._get_model()
+            # Some models make the map anew at each access, of the tensors that they have then.
+            self._weights = routed_weights(model)
+            if words := unserved(model, self._weights):
+                self.agent.disable_migration(words)
+        finally:  # Other ranks wait in it.
+            self.moves.end_reload()
 
     # --- HostEngine -------------------------------------------------------------------------------
 

@@ -14,8 +14,10 @@ def read_kv_cache(runner: Any) -> KvCache | None:
     Returns:
         None if some layers keep only a window of the tokens: a token then has no fixed size.
     """
-    # Rows of one rank hold the tokens of all ranks of decode context parallelism.
-    tokens = int(runner.logical_max_total_num_tokens)
+    # Rows of one rank hold the tokens of all ranks of decode context parallelism, or of all that
+    # share the cache's pages (`PageInterleavePoolAllocator` of 0.5.22 and later).
+    shared = getattr(runner.token_to_kv_pool_allocator, "shard_size", 1)
+    tokens = int(runner.logical_max_total_num_tokens) * shared
     if runner.is_hybrid_swa or tokens < 1:
         return None
     pool = runner.token_to_kv_pool
