@@ -371,7 +371,7 @@ def test_copies_that_steps_of_a_layer_take_beside_those_of_the_plan_count_for_th
     limited = replace(asked, objective=Objective(limits=PlanLimits(max_moves=moves - 1)))
     refused = run_cycle(limited)
     assert (refused.passed, refused.reason) == (False, Reason.LIMIT_EXCEEDED)
-    assert refused.detail == f"needs {moves}, the limit max_moves is {moves - 1}"
+    assert refused.detail == f"the plan needs {moves}, the limit max_moves is {moves - 1}"
 
 
 def test_a_cycle_uses_the_options_of_its_policy_alone():
@@ -447,6 +447,8 @@ def test_nobody_may_break_an_invariant(monkeypatch, row, allowed, changes, reaso
         ended = run_cycle(inputs(skewed(60), manual=manual, **asked, **changes))
         assert (ended.passed, ended.reason) == (False, reason)
         assert ended.detail and not ended.waves
+        if reason is Reason.EMPTY_SLOTS:
+            assert "2 slots are empty, first: layer 0 slot 2" in ended.detail
         if reason is not Reason.EXPERT_WITHOUT_REPLICA:
             free = run_cycle(inputs(skewed(60), manual=manual, **asked, **allowed))
             assert free.reason is not reason

@@ -368,6 +368,7 @@ def test_any_small_deployment_gets_a_sound_answer_or_a_typed_refusal(name, data)
     try:
         planned(name, problem)
     except (InvalidInput, InfeasiblePlan) as refused:
+        assert problem.replica_budget is not None, "a policy may refuse a small budget alone"
         assert str(refused) and "source" not in str(refused)
 
 

@@ -252,3 +252,9 @@ def test_results_come_in_the_order_of_the_layers(threads):
 def test_several_layers_are_worked_on_at_the_same_time():
     together = threading.Barrier(3, timeout=deadline(10))
     assert len(map_layers(lambda _layer: together.wait(), range(3), 3)) == 3
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_error_of_a_layer_is_raised(threads):
+    with pytest.raises(ZeroDivisionError):
+        map_layers(lambda layer: 1 // (layer - 3), range(6), threads)

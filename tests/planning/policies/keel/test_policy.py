@@ -46,6 +46,7 @@ def with_objective(problem, **changes):
 def test_limits_hold(problem, moves, layers):
     limits = PlanLimits(max_moves=moves, max_layers=layers)
     placement = plan_keel(with_objective(problem, limits=limits)).placement
+    placement.check(problem.shape)
     assert relabel.count_moves(problem.current, placement) <= moves
     changed = (relabel.moves_by_layer(problem.current, placement) > 0).sum()
     assert layers is None or changed <= layers
