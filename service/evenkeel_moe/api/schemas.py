@@ -490,7 +490,7 @@ class LimitsIn(ChangeBody):
     max_moves: Bound = None
     """Copies between ranks."""
     max_bytes: Bound = None
-    """Bytes copied between ranks."""
+    """Bytes copied between ranks. Copies of unknown size exceed any number."""
     max_layers: Bound = None
     """Layers that may change."""
 

@@ -202,7 +202,7 @@ def run_cycle(inputs: CycleInputs) -> CycleResult:
     # Steps of a layer may take more copies than the gates have counted.
     exceeded = inputs.objective.limits.exceeded(waves, inputs.shape.slots_per_rank)
     if exceeded is not None:
-        return end(False, Reason.LIMIT_EXCEEDED, detail=exceeded)
+        return end(False, Reason.LIMIT_EXCEEDED, detail=f"the plan {exceeded}")
     numbers["waves"] = float(len(waves))
     return end(True, before.reason, waves)
 
