@@ -145,10 +145,11 @@ PARTICIPANT_OTHER_WAVE: Mapping[type, str] = {
 
 COORDINATOR = _table((_Q.PREPARING, _Q.COMMITTING, _Q.ABORTING, _Q.RECOVERING, _Q.COMMITTED, _Q.ABORTED), {
     #               PREPARING          COMMITTING         ABORTING         RECOVERING     COMMITTED             ABORTED
-    # A rank takes its yes back for a reload (R4).
+    # A rank takes its yes back for a reload (R4). In RECOVERING, what answers a leader of before may
+    # still arrive; the RankState of the same rank follows.
     Vote:          ("_vote",           "_vote",           IGNORED,         IGNORED,       IGNORED,              IGNORED),
-    Ack:           (VIOLATION,         "_ack",            "_ack",          VIOLATION,     "_ack",               VIOLATION),
-    AbortAnswer:   (VIOLATION,         "_commit_refused", "_abort_answer", VIOLATION,     "_late_abort_answer", IGNORED),
+    Ack:           (VIOLATION,         "_ack",            "_ack",          IGNORED,       "_ack",               VIOLATION),
+    AbortAnswer:   (VIOLATION,         "_commit_refused", "_abort_answer", IGNORED,       "_late_abort_answer", IGNORED),
     RankState:     (IGNORED,           IGNORED,           IGNORED,         "_rank_state", IGNORED,              IGNORED),
     RankConnected: ("_connected",      "_connected",      "_connected",    "_connected",  "_connected",         IGNORED),
     RankLost:      ("_lost_preparing", "_lost",           "_lost",         "_lost",       "_lost",              IGNORED),

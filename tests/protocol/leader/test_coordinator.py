@@ -133,11 +133,13 @@ def test_a_rank_that_takes_its_yes_back_for_a_reload_aborts_the_wave_with_that_r
     assert wave.is_dropped, "no rank swaps it"
 
 
-def test_a_vote_that_arrives_while_a_wave_is_recovered_is_no_fault_of_the_rank():
+@pytest.mark.parametrize(
+    "late", [msg.Vote(KEY, False, Reason.WEIGHTS_VERSION_CHANGED, "a reload"), ACK, GONE]
+)
+def test_an_answer_to_a_leader_of_before_that_arrives_while_a_wave_is_recovered_is_no_fault(late):
     wave = coordinator_in(C.RECOVERING)
-    no = msg.Vote(KEY, False, Reason.WEIGHTS_VERSION_CHANGED, "a reload")
-    assert wave.handle(from_rank(0, no), 0.0) == []
-    assert wave.state is C.RECOVERING
+    assert wave.handle(from_rank(0, late), 0.0) == []
+    assert (wave.state, wave.peers.pending) == (C.RECOVERING, (0, 1))
 
 
 def test_dropped_beside_committed_alerts():
