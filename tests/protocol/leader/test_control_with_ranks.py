@@ -38,6 +38,7 @@ from tests.protocol.machines import (
     plan_of,
     planning_loop_of,
     queries,
+    query_of,
     record,
     restarts,
     state_in,
@@ -114,6 +115,25 @@ def test_a_reload_that_left_no_checksums_ends_plans_and_not_the_controller():
     ended = record(control, "a")
     assert (ended.phase, ended.reason) == (PlanPhase.REFUSED, Reason.OBSERVE_ONLY)
     control.handle(msg.Tick(), 31.0)
+
+
+@pytest.mark.parametrize("version", [1, 2], ids=["since the start", "since a reload"])
+def test_a_repeated_reload_that_left_checksums_is_asked_of_all_ranks_and_plans_begin(version):
+    """R4."""
+    control = control_of(S.RECOVERING)
+    answer_queries(control, checksums=())
+    failed: dict[str, Any] = {"weights_version": version, "checksums": ()}
+    both(control, lambda rank: state_of(rank, **failed))
+    answer_queries(control, **failed)
+    assert state_in(control) is S.READY
+    both(control, lambda rank: state_of(rank, query=query_of(control) + 1, **failed))
+    assert state_in(control) is S.READY, "the answers to a heartbeat tell no reload"
+    asked = queries(both(control, lambda rank: state_of(rank, weights_version=version)))
+    assert [question.want_checksums for question in asked] == [True, True]
+    answer_queries(control, weights_version=version)
+    plan = replace(plan_of(), weights_version=version)
+    found, _ = Operator(control).submit(plan, 0.0, approve=True)
+    assert found.phase is PlanPhase.MIGRATING
 
 
 def test_the_group_is_asked_at_once_when_a_rank_tells_new_weights_unasked():

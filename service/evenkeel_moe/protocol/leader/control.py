@@ -190,7 +190,10 @@ class DeploymentControl(OperatorRequests):
         actions = [*self._note_state(event, now), *self._to_wave(event, now)]
         if state.identity.generation != self.generation:
             return actions
-        if state.weights_version != group.weights_version:
+        # A rank tells its state unasked after a reload. One that left no checksums is repeated with
+        # the same version.
+        repeated = state.query == 0 and not group.checksums
+        if repeated or state.weights_version != group.weights_version:
             executor.weights_changed = True
             actions += self._to_wave(ctl.CancelWave(Reason.WEIGHTS_VERSION_CHANGED), now)
         # An answer to an older question may tell a map from before the last wave ended.

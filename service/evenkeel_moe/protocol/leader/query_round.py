@@ -40,7 +40,7 @@ class QueryRound:
     """Answers to earlier queries do not count."""
     ranks: frozenset[EpRank]
     all_checksums: bool = False
-    """All ranks tell their checksums: the weights are not those of their Hellos any more."""
+    """All ranks tell their checksums: their weights may be others than those of their Hellos."""
     answers: dict[EpRank, RankState] = field(default_factory=dict)
     """The answers without placements and checksums."""
     placement: Placement | None = None

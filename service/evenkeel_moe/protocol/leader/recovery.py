@@ -50,9 +50,10 @@ class Recovery:
         self.over = False
         self.disagreement = None
         self.query += 1
-        members = self.executor.membership.members
+        members, group = self.executor.membership.members, self.executor.group
         reloaded = any(m.weights_version != m.hello.weights_version for m in members.values())
-        self.round = QueryRound(self.query, frozenset(members), all_checksums=reloaded)
+        had_none = group is not None and not group.checksums
+        self.round = QueryRound(self.query, frozenset(members), all_checksums=reloaded or had_none)
         return self._ask(now)
 
     def tick(self, now: float) -> list[ControlAction]:
