@@ -56,7 +56,7 @@ COORDINATOR_MOVES: Mapping[_Q, Mapping[type, tuple[_Q, ...]]] = {
     },
     _Q.COMMITTING: {
         msg.Vote: (_Q.ABORTING,),
-        msg.Ack: (_Q.COMMITTED,),
+        msg.Ack: (_Q.COMMITTED, _Q.ABORTING),
         msg.AbortAnswer: (_Q.ABORTING, _Q.COMMITTED),
         msg.Tick: (_Q.ABORTING,),
     },

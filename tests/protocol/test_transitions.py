@@ -152,6 +152,15 @@ def test_coordinator(state, kind):
         assert isinstance(alert, ctl.Alert) and alert.reason is Reason.MALFORMED
 
 
+@pytest.mark.parametrize("state", C)
+def test_acks_of_another_epoch_move_a_coordinator_as_the_page_says(state):
+    wave = coordinator_in(state)
+    for rank in (0, 1):
+        before = wave.state
+        wave.handle(from_rank(rank, msg.Ack(KEY, Epoch(2), DIGEST)), 1.0)
+        assert wave.state in (before, *COORDINATOR_MOVES[before].get(msg.Ack, ()))
+
+
 S = ControlState
 TO_CONTROL = {
     ctl.LeaseAcquired: ctl.LeaseAcquired(LEADER),

@@ -229,11 +229,10 @@ class Coordinator:
             actions.append(Alert(Reason.EPOCH_DISAGREES, detail))
         if self.state is CoordinatorState.COMMITTING:
             return [*actions, *self._abort(Reason.EPOCH_DISAGREES, detail, now)]
+        if self.state is CoordinatorState.ABORTING:
+            return actions  # The rank's answer to Abort follows.
         self.peers[rank].answered = True
-        if self.peers.pending:
-            return actions
-        aborting = self.state is CoordinatorState.ABORTING
-        return [*actions, *(self._aborted(now) if aborting else self._set_health(None))]
+        return actions if self.peers.pending else [*actions, *self._set_health(None)]
 
     def _at_new_epoch(self, rank: EpRank, now: float) -> list[CoordinatorAction]:
         actions: list[CoordinatorAction] = []
