@@ -91,7 +91,7 @@ class Coordinator:
         self.health: WaveHealth | None = None
         """Set while the wave waits for something an operator should know (R14)."""
         self._elsewhere: set[EpRank] = set()
-        """The ranks that swapped this wave and are at another epoch or map than it leads to."""
+        """The ranks that are at another epoch or map than the wave leads to, if they swapped it."""
         self._entered_at = 0.0
         self._entered_step = 0
         self._step = 0
@@ -208,7 +208,6 @@ class Coordinator:
         assert isinstance(ack, Ack)
         if self.is_elsewhere(ack.epoch, ack.placement_digest):
             return self._at_other_map(event.rank, ack.epoch, ack.placement_digest, now)
-        self._elsewhere.discard(event.rank)
         return self._at_new_epoch(event.rank, now)
 
     def _at_other_map(
@@ -288,11 +287,8 @@ class Coordinator:
         peer = self.peers[event.rank]
         peer.answered, peer.state = True, answer
         # An engine that moved experts since is at a later epoch, with a map of its own.
-        if (
-            self.has_swapped(answer)
-            and answer.epoch == self.wave.epoch
-            and self.is_elsewhere(answer.epoch, answer.placement_digest)
-        ):
+        at_epoch = answer.epoch == self.wave.epoch
+        if at_epoch and self.is_elsewhere(answer.epoch, answer.placement_digest):
             self._elsewhere.add(event.rank)
         if self.peers.pending:
             return []
