@@ -134,6 +134,23 @@ def test_a_rank_that_takes_its_yes_back_for_a_reload_aborts_the_wave_with_that_r
 
 
 @pytest.mark.parametrize(
+    ("state", "answers", "dropped"),
+    [
+        (C.COMMITTING, 0, False),
+        (C.COMMITTED, 0, False),
+        (C.ABORTING, 0, False),
+        (C.ABORTING, 1, True),
+        (C.ABORTED, 0, True),
+    ],
+)
+def test_a_wave_is_dropped_once_a_rank_has_said_so(state, answers, dropped):
+    wave = coordinator_in(state)
+    for rank in range(answers):
+        wave.handle(from_rank(rank, GONE), 0.0)
+    assert wave.is_dropped is dropped
+
+
+@pytest.mark.parametrize(
     "late", [msg.Vote(KEY, False, Reason.WEIGHTS_VERSION_CHANGED, "a reload"), ACK, GONE]
 )
 def test_an_answer_to_a_leader_of_before_that_arrives_while_a_wave_is_recovered_is_no_fault(late):
@@ -284,6 +301,7 @@ def recover(*states):
 HELD: dict[P, dict[str, Any]] = {state: {"state": state, "wave": KEY} for state in P}
 AT_NEW_EPOCH = {"epoch": 1, "last_wave": KEY, "last_outcome": WaveOutcome.SWAPPED}
 REFUSED = {"last_wave": KEY, "last_outcome": WaveOutcome.REFUSED}
+EARLIER = {"last_wave": key_of("before"), "last_outcome": WaveOutcome.SWAPPED}
 
 
 @pytest.mark.parametrize(
@@ -299,6 +317,7 @@ REFUSED = {"last_wave": KEY, "last_outcome": WaveOutcome.REFUSED}
         (HELD[P.PREPARED], HELD[P.PREPARED], C.COMMITTING),
         (HELD[P.PREPARED], HELD[P.ARMED], C.COMMITTING),
         (HELD[P.SWAPPING], HELD[P.ARMED], C.COMMITTING),
+        (HELD[P.PREPARED] | EARLIER, HELD[P.PREPARED] | EARLIER, C.COMMITTING),
     ],
 )
 def test_new_leader_rules_by_what_all_ranks_say(first, second, state):
@@ -382,6 +401,26 @@ def test_the_last_ack_ends_a_stall():
     wave.handle(LOST, 1.0)
     wave.handle(from_rank(0, ACK), 2.0)
     assert tick(wave, 3.0) == [(True, Reason.RANK_LOST)], "the lost rank has not acknowledged"
+
+
+def test_a_rank_at_another_map_ends_the_stall_of_a_committed_wave():
+    wave = Coordinator(
+        KEY, LEADER, PEERS, TIMING, prepare=prepare_of(), placement_digest=ACK.placement_digest
+    )
+    wave.start(0.0, 0)
+    for rank in (0, 1):
+        wave.handle(from_rank(rank, YES), 0.0)
+    wave.handle(from_rank(0, ACK), 0.0)
+    assert only(wave.handle(LOST, 1.0), ctl.WaveHealth).stalled
+    actions = wave.handle(from_rank(1, msg.Ack(KEY, Epoch(1), "other")), 2.0)
+    assert only(actions, ctl.Alert) and only(actions, ctl.WaveHealth).reason is None
+    assert (wave.state, wave.done) == (C.COMMITTED, True)
+
+
+def test_a_rank_at_another_map_still_has_to_answer_abort():
+    wave = coordinator_in(C.ABORTING)
+    wave.handle(from_rank(0, msg.Ack(KEY, Epoch(2), "digest")), 0.0)
+    assert (wave.state, wave.peers.pending, wave.is_dropped) == (C.ABORTING, (0, 1), False)
 
 
 def test_a_rank_that_is_lost_while_it_prepares_is_also_what_the_abort_waits_for():

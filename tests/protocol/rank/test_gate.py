@@ -80,6 +80,7 @@ def test_at_most_one_poll_is_in_flight_for_every_k_and_d(poll_every, data):
                 "a boundary without work costs no lock"
             )
             continue
+        assert gate.resolve_due or gate.poll_due
         if gate.resolve_due:
             used.append(gate.calls)
             gate.handle(PollResolved(vector), 0.0)
@@ -409,6 +410,12 @@ def test_reload_given_up_lets_waves_in_again():
     rank.handle(msg.ReloadRequested(), 0.0)
     assert rank.handle(msg.WeightsReloaded(1), 0.0) == []
     assert reply(rank, prepare_of(), msg.StartStaging)
+
+
+def test_a_reload_of_the_same_version_registers_checksums_where_there_were_none():
+    rank = participant_of(checksums=())
+    rank.handle(msg.WeightsReloaded(1, (5,) * 8), 0.0)
+    assert rank.checksums == (5,) * 8
 
 
 @pytest.mark.parametrize("state", State)

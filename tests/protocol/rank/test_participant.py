@@ -122,6 +122,9 @@ def test_want_drop_is_said_by_leaderless_ranks_that_are_not_armed():
     assert participant_of().snapshot(0.0).want_drop is True, (
         "a rank no leader ever spoke to holds nothing back"
     )
+    rank = participant_in(State.PREPARED)
+    rank.handle(from_controller(msg.QueryState(LEADER)), 5.0)
+    assert [rank.snapshot(now).want_drop for now in (14.9, 15.0)] == [False, True]
 
 
 def test_dropping_together_gives_up_what_was_held_at_the_snapshot():
