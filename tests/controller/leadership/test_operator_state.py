@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from evenkeel_moe.adapters.clock import SystemClock
+from evenkeel_moe.controller.leadership.operator_state import OperatorState, OperatorStateRecovery
 from evenkeel_moe.controller.store_clock import StoreClock
 from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.ids import PlanId
 from evenkeel_moe.model.plan import PlanKind, PlanPhase
-from evenkeel_moe.model.policy import Mode
+from evenkeel_moe.model.policy import DeploymentPolicy, Mode
 from evenkeel_moe.wire.link import Heartbeat
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_record
@@ -114,6 +115,21 @@ async def test_a_new_deployment_is_held_by_nothing(again):
             await one.lead(first=11, highest_term=one.member.leadership.term)
         assert orders(one) == (Mode.AUTO, False, False)
         assert not [row for row in await one.operations.decisions(DEMO, 100) if "detail" in row]
+
+
+@pytest.mark.parametrize("blank", [False, True])
+@pytest.mark.parametrize("stored", [{"mode": "gone"}, {"mode": "auto", "cycle_s": "soon"}])
+def test_a_stored_policy_that_cannot_be_used_leaves_the_default(stored, blank):
+    default = DeploymentPolicy(cycle_s=3.0)
+    recovery = OperatorStateRecovery("a", default)
+    leader = None if blank else {"replica_id": "a"}
+    recovery.restore({"leader": leader, "policy": None, "control": None})
+    recovery.remember(1, OperatorState(replace(default, mode=Mode.AUTO)))
+    documents = {"leader": {"replica_id": "a"}, "policy": stored, "control": None}
+    found = recovery.restore(documents)
+    assert found.state.policy is default and [*found.unreadable] == ["policy"]
+    found = recovery.restore(documents | {"policy": {"mode": "auto"}})
+    assert (found.state.policy.mode, found.state.policy.cycle_s) == (Mode.AUTO, 3.0)
 
 
 async def test_an_order_the_store_did_not_take_is_not_led_without(monkeypatch):

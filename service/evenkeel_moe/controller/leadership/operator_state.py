@@ -93,6 +93,7 @@ class OperatorStateRecovery:
             try:
                 known = replace(known, policy=change_policy(self._default, policy))
             except EvenkeelError as error:
+                known = replace(known, policy=self._default)
                 unreadable["policy"] = str(error)
         if control is not None:
             try:
