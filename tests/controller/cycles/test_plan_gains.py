@@ -13,12 +13,14 @@ from evenkeel_moe.controller.cycles.plan_gains import (
     steps_after,
     steps_before,
 )
+from evenkeel_moe.controller.operations.gauges import GaugeLimits, GaugeReader
 from evenkeel_moe.controller.operations.status import LiveView
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.model.cost import TOKENS, CostCurves, CostModel, CostSource
 from evenkeel_moe.model.delivered import DeliveredGain, GainPair
 from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.load import LoadWindow, Phase
+from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanKind, PlanLimits, PlanPhase
 from evenkeel_moe.planning.decision.calibration import NOT_CALIBRATED, calibrate
 from evenkeel_moe.planning.problem import moe_time
@@ -26,7 +28,7 @@ from evenkeel_moe.planning.problem.token_split import EVEN_SPLIT
 from evenkeel_moe.protocol import control_messages as ctl
 from tests.api.fakes import make_plan
 from tests.controller.cycles.manual_rig import BAD
-from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, plan_of
+from tests.protocol.machines import AFTER_ONE, BASE, DEPLOYMENT, SHAPE, plan_of
 from tests.waiting import until
 
 PLAN = make_plan(phase=PlanPhase.COMMITTED).plan
@@ -34,10 +36,11 @@ FINAL = PLAN.base_epoch + len(PLAN.waves)
 WITHOUT = np.nan
 
 
-def window(first, steps, epoch, placement=PLAN.base, *, factor=1.0, experts=4, seed=0):
+def window(first, steps, epoch, placement=PLAN.base, *, factor=1.0, seed=0):
     """Return steps whose ranks take a microsecond a token, times a factor."""
     rng = np.random.default_rng(seed + first)
-    counts = rng.poisson(np.array([90.0, 40.0, 20.0, 10.0]), (steps, 2, experts)).astype(np.uint32)
+    loads = np.array([90.0, 40.0, 20.0, 10.0])[: placement.num_logical_experts]
+    counts = rng.poisson(loads, (steps, 2, len(loads))).astype(np.uint32)
     work = moe_time.rank_work(counts, placement)
     return LoadWindow(
         counts,
@@ -237,6 +240,30 @@ async def test_a_plan_before_which_no_step_was_complete_is_unknown_for_that(rig)
     assert rig.member.loads.ingest.newest_step is None
     await rig.migrate()
     append(rig, window(100, full(rig), 1, AFTER_ONE))
+    await rig.member.measure_plans()
+    await until(lambda: rig.member.control.records.get(BAD).delivered)
+    delivered = rig.member.control.records.get(BAD).delivered
+    assert delivered.unknown_because == "no step before the plan has seconds"
+
+
+async def test_steps_of_another_number_of_experts_count_for_no_plan(rig):
+    three = Placement.initial(replace(SHAPE, num_logical_experts=3))
+    ingest = rig.member.loads.ingest
+    append(rig, window(0, 100, 0, three))
+    await rig.migrate()
+    record = rig.member.control.records.get(BAD)
+    record.plan.numbers["gain"] = 0.3
+    append(rig, window(100, full(rig), 1, three))
+    gauges = GaugeReader(rig.member.planner, GaugeLimits(8, 8))
+    told = gauges.read().last_plan
+    assert told is not None
+    assert (told.predicted_gain, told.realised_gain) == (0.3, None)
+    assert gauges._layer_loads(AFTER_ONE) is None
+    await rig.member.measure_plans()
+    await rig.look_on()
+    assert rig.member.control.records.get(BAD).delivered is None
+    ingest.rings[Phase.DECODE] = ingest._make_ring(SHAPE)
+    append(rig, window(100 + full(rig), full(rig), 1, AFTER_ONE))
     await rig.member.measure_plans()
     await until(lambda: rig.member.control.records.get(BAD).delivered)
     delivered = rig.member.control.records.get(BAD).delivered
