@@ -69,12 +69,15 @@ class InlinePlanner:
 
 
 class Ranks:
-    """Two ranks that carry out every message at once, or none while they hang."""
+    """Two ranks that carry out every message at once, or none while they hang.
+
+    They vote against each wave while they are not ready.
+    """
 
     def __init__(self, spawn):
         self.epoch, self.placement, self.maps = Epoch(0), BASE, [BASE]
         self.sessions = []
-        self.hung = False
+        self.hung, self.ready = False, True
         self._spawn = spawn
         self._after = None
         self._generation = Generation("g1")
@@ -113,7 +116,13 @@ class Ranks:
             case msg.Prepare():
                 rows = self.placement.with_rows(message.body.layers, message.body.rows)
                 self._after = (Epoch(message.base_epoch + 1), rows)
-                say(msg.Vote(message.wave, True))
+                if self.ready:
+                    say(msg.Vote(message.wave, True))
+                else:
+                    say(msg.Vote(message.wave, False, Reason.TRANSFER_TIMEOUT))
+            case msg.Abort():
+                refused = msg.WaveOutcome.REFUSED
+                say(msg.AbortAnswer(message.wave, self.epoch, refused, drained=True))
             case msg.Commit():
                 if self._after is not None:
                     (self.epoch, self.placement), self._after = self._after, None

@@ -165,8 +165,14 @@ class ManualPlanner:
         )
         plan = self._at_once(base, PlanKind.EVACUATION, request.plan_id, target, waves, {})
         digest = _digest({"kind": PlanKind.EVACUATION.value, "retire": retire})
-        known = await self._repeated(request.plan_id, digest) if waves else None
-        if known is not None and known.phase.terminal:
+        ranks = tuple(EpRank(rank) for rank in retire)
+        retiring = Retirement(ranks, shape.num_ranks)
+        known = None
+        if waves and self.control.hold.retiring in (None, retiring):
+            known = await self._repeated(request.plan_id, digest)
+        # The evacuation may have moved the experts while this one was calculated.
+        stands = self.control.placement == base.placement
+        if known is not None and known.phase.terminal and stands:
             raise Conflict(
                 f"plan {request.plan_id} is {known.phase_text}, and experts live on ranks"
                 f" {numbered(retire)} alone: name another plan_id, or none"
@@ -174,8 +180,6 @@ class ManualPlanner:
         by = request.requested_by
         # Without bounds: a rank can only retire once all its experts live elsewhere too.
         submitted = ctl.PlanSubmitted(plan, True, by, digest, bounded=False) if waves else None
-        ranks = tuple(EpRank(rank) for rank in retire)
-        retiring = Retirement(ranks, shape.num_ranks)
         await self.inbox.request(ctl.RanksRetired(retiring, base.placement, submitted))
 
     async def epochs(self) -> list[RecordedEpoch]:
