@@ -49,10 +49,11 @@ def _machine() -> str:
 
 
 def write_report(bench: str, rows: list[Row], packages: tuple[str, ...] = ()) -> Path:
-    """Print the rows and the versions behind them, and write bench/out/BENCH.json."""
+    """Print the rows and the versions behind them, and write a new bench/out/BENCH.json."""
     print_versions(packages)
-    print_parts(bench, [rows])
     path = OUT / f"{bench}.json"
+    path.unlink(missing_ok=True)
+    print_parts(bench, [rows])
     print(f"wrote {path}")
     return path
 
@@ -91,13 +92,11 @@ def run_sections(
 
 
 def print_parts(bench: str, parts: Iterable[list[Row]]) -> None:
-    """Print the rows of each part as it comes, and save the report of all parts so far."""
-    rows: list[Row] = []
+    """Print the rows of each part as it comes, and save it to the report."""
     for part in parts:
-        rows += part
         for row in part:
             print_row(row)
-        save_rows(bench, rows)
+        save_rows(bench, part)
 
 
 def print_versions(packages: tuple[str, ...]) -> None:
@@ -114,11 +113,19 @@ def print_row(row: Row) -> None:
     print(f"{row.name:40} {row.value:14.6g} {row.unit}", flush=True)
 
 
-def save_rows(bench: str, rows: list[Row]) -> Path:
-    """Write bench/out/BENCH.json atomically. Long benches call it after every part."""
-    OUT.mkdir(exist_ok=True)
+def read_rows(bench: str) -> dict[str, Row]:
+    """Return the rows of bench/out/BENCH.json by name; none if there is no such file."""
     path = OUT / f"{bench}.json"
-    body = {"machine": _machine(), "rows": [row._asdict() for row in rows]}
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {row["name"]: Row(**row) for row in rows}
+
+
+def save_rows(bench: str, rows: list[Row]) -> Path:
+    """Write rows to bench/out/BENCH.json atomically. Rows of other names stay as they are."""
+    OUT.mkdir(exist_ok=True)
+    kept = read_rows(bench) | {row.name: row for row in rows}
+    path = OUT / f"{bench}.json"
+    body = {"machine": _machine(), "rows": [row._asdict() for row in kept.values()]}
     part = path.with_suffix(".part")
     part.write_text(json.dumps(body, indent=1) + "\n")
     part.replace(path)

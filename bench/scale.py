@@ -9,13 +9,12 @@ machine changes less than seconds.
 
 import argparse
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 
 from bench.loads import drifted, lognormal_steps
-from bench.report import OUT, Row, print_row, print_versions, save_rows
+from bench.report import Row, print_row, print_versions, read_rows, save_rows
 from bench.scale_ingest import ingest_rows, ratio_rows
 from bench.scale_live import live_rows
 from bench.scale_parts import GROUPS, LARGE, MANY
@@ -91,30 +90,21 @@ def _said(shape: ModelShape) -> GroupMemory:
     return group_memory(shape, window_steps=512, max_pending=512, plan_steps=256, threads=2)
 
 
-def read_rows() -> dict[str, Row]:
-    """Return the rows of the report, by name."""
-    path = OUT / "scale.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    return {row["name"]: Row(**row) for row in rows}
-
-
 async def run(parts: list[str]) -> None:
     """Measure the parts; the report is saved after each figure."""
-    rows = read_rows()
     found: dict[str, Callable[[], AsyncIterator[list[Row]]]] = {
         "receive": lambda: each(receive_rows()),
         "ratio": ratio_rows,
         "ingest": ingest_rows,
         "plan": lambda: each(plan_rows()),
         "live": live_rows,
-        "all": lambda: each(all_rows({name: row.value for name, row in rows.items()})),
+        "all": lambda: each(all_rows({n: row.value for n, row in read_rows("scale").items()})),
     }
     for part in parts or list(found):
         async for new in found[part]():
             for row in new:
                 print_row(row)
-            rows |= {row.name: row for row in new}
-            save_rows("scale", list(rows.values()))
+            save_rows("scale", new)
 
 
 def main() -> None:
