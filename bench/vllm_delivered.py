@@ -289,12 +289,14 @@ def rows_of(found: list[Measured]) -> list[Row]:
         for one in found
         if one.delivered is not None and np.isfinite(one.by_probe)
     ]
-    return [
+    rows = [
         Row("plans", float(len(found)), "carried out"),
         Row("measured", float(len(known)), "of them"),
         *share_rows("", known),
-        Row("delivered_minus_probe_mean", float(np.mean(np.abs(apart))), "absolute"),
     ]
+    if apart:
+        rows.append(Row("delivered_minus_probe_mean", float(np.mean(np.abs(apart))), "absolute"))
+    return rows
 
 
 def main() -> None:
@@ -324,6 +326,8 @@ def main() -> None:
             run.server.call("repeat_experts", rank=SLOW_RANK, share=share)
             keep(run.observe(what))
             print_rank(run)
+    if all(one.delivered is None for one in found):
+        raise SystemExit(f"none of the {len(found)} plans that were carried out was measured")
     write_report(f"vllm_delivered_{options.parallel}", rows_of(found))
 
 

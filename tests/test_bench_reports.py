@@ -1,7 +1,12 @@
-"""Reports that benches write."""
+"""Reports that benches write, and shares of no plan."""
 
-from bench import report
+import pytest
+
+from bench import delivered, report
+from bench.delivered import share_rows
 from bench.report import Row
+
+PLANS = [{"over_promised": 0.8, "promised": 0.02}, {"over_promised": 2.0, "promised": 0.03}]
 
 
 def values(rows):
@@ -16,3 +21,20 @@ def test_a_run_of_one_section_keeps_the_rows_of_the_others(tmp_path, monkeypatch
     assert values(report.read_rows("some").values()) == {"a": 3.0, "b": 2.0, "c": 4.0}
     report.write_report("some", [Row("d", 5.0, "s")])
     assert values(report.read_rows("some").values()) == {"d": 5.0}
+
+
+def test_a_share_of_no_plan_has_no_row():
+    assert values(share_rows("", [])) == {"large_plans": 0.0}
+    found = values(share_rows("", PLANS))
+    assert found == {"large_plans": 0.0, "within_share": 0.5, "over_promised_median": 1.4}
+    found = values(share_rows("", [*PLANS, {"over_promised": 1.0, "promised": 0.05}]))
+    assert found["large_plans"] == found["large_within_share"] == 1.0
+
+
+def test_runs_without_a_measured_plan_write_no_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "OUT", tmp_path)
+    monkeypatch.setattr(delivered, "run_once", lambda run: [])
+    monkeypatch.setattr("sys.argv", ["delivered", "2"])
+    with pytest.raises(SystemExit, match="at most one plan"):
+        delivered.main()
+    assert not list(tmp_path.iterdir())
