@@ -188,8 +188,8 @@ class Fleet:
             for name in self.names
             for rank in range(scale.ranks)
         ]
-        self.sent_at: dict[int, float] = {}
-        """Monotonic seconds at which each batch had been handed to gRPC by every rank."""
+        self.due_at: dict[int, float] = {}
+        """Monotonic seconds at which each batch was due: its last step ended then."""
 
     async def connect(self, address: str, raw: bool = False) -> None:
         for first in range(0, len(self.ranks), 32):
@@ -205,10 +205,9 @@ class Fleet:
         period = self.scale.steps / self.scale.steps_per_s
         began = time.monotonic()
         for number in range(batches):
-            due = began + number * period
+            due = self.due_at[first + number] = began + number * period
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             await asyncio.gather(*(rank.report(first + number) for rank in self.ranks))
-            self.sent_at[first + number] = time.monotonic()
         return time.monotonic() - began
 
     async def close(self) -> None:

@@ -1,12 +1,18 @@
-"""Reports that benches write, and shares of no plan."""
+"""What benches write: reports of some sections, shares of no plan, and ages of late messages."""
+
+import asyncio
+import time
 
 import pytest
 
 from bench import delivered, report
 from bench.delivered import share_rows
+from bench.ingest import step_ages
+from bench.ingest_fleet import Fleet, Scale
 from bench.report import Row
 
 PLANS = [{"over_promised": 0.8, "promised": 0.02}, {"over_promised": 2.0, "promised": 0.03}]
+WAIT_S = 0.2
 
 
 def values(rows):
@@ -38,3 +44,15 @@ def test_runs_without_a_measured_plan_write_no_report(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="at most one plan"):
         delivered.main()
     assert not list(tmp_path.iterdir())
+
+
+async def test_the_age_of_a_step_includes_the_wait_until_its_message_is_read(monkeypatch):
+    fleet = Fleet(Scale(deployments=1, ranks=2, layers=1, slots_per_rank=5, steps=1))
+
+    async def report_late(batch):
+        await asyncio.sleep(WAIT_S)
+
+    for rank in fleet.ranks:
+        monkeypatch.setattr(rank, "report", report_late)
+    await fleet.serve(1)
+    assert step_ages(fleet, {("d0", 0): time.monotonic()})[0] >= WAIT_S
