@@ -38,6 +38,7 @@ LIGHT = (
     D,
     f"{D}/plans",
     f"{D}/decisions",
+    f"{D}/gates",
     f"{D}/policy",
     f"{D}/quarantine",
     f"{D}/audit",
@@ -49,7 +50,7 @@ RATE = 20.0
 HEADER = ((D, 2.0),)
 VIEWS: tuple[tuple[tuple[str, float], ...], ...] = (
     (("deployments?page_size=1000", 3),),
-    (*HEADER, (f"{D}/policy", 10), (f"{D}/decisions?page_size=1000", 0)),
+    (*HEADER, (f"{D}/gates", 2), (f"{D}/policy", 10), (f"{D}/decisions?page_size=1000", 0)),
     (*HEADER, (f"{D}/plans?page_size=100", 3)),
     (*HEADER, (f"{D}/heatmap", 5), (f"{D}/plans?page_size=20", 5), (f"{D}/placement", 0)),
     (*HEADER, (f"{D}/quarantine", 10)),
