@@ -56,8 +56,9 @@ def serve(ranks: int, sizes: tuple[int, ...] = ()) -> tuple[float, dict[int, Map
             while found is None and time.monotonic() < until:
                 with suppress(httpx.TimeoutException):  # The controller is slow beside its ranks.
                     found = controller.get(f"deployments/demo/capacity?{asked}")
-            widths = [] if found is None else found["rows"]
-            rows = {w["ranks"]: w for w in widths if w["present"] or w["ranks"] != ranks}
+            if found is None:
+                raise SystemExit(f"the controller told no capacity within {_TIMEOUT_S:.0f} s")
+            rows = {w["ranks"]: w for w in found["rows"] if w["present"] or w["ranks"] != ranks}
     last = [row for row in fleet.rows if row.step > fleet.rows[-1].step - COMPARED]
     return moe_s(last), rows
 
