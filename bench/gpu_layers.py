@@ -150,7 +150,7 @@ def _shares(
 
 
 def layer_times(device: torch.device, sizes: Sizes) -> list[str]:
-    """Measure every model at two batch sizes."""
+    """Measure every model at three batch sizes, or at one if `sizes` is small."""
     trace = read_trace(EXAMPLES / "decode_abrupt.npz")
     setup = setup_of(trace, RANKS, SLOTS)
     lines = [
