@@ -13,7 +13,7 @@ from evenkeel_moe.model.plan import WaveKey
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.control_messages import LeaseLost
 from evenkeel_moe.protocol.messages import Commit, Leader, QueryState
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 RANK, LEADER = EpRank(0), Leader("a", 1)
 
@@ -233,9 +233,22 @@ async def test_callers_are_not_left_waiting_when_the_driver_ends(rig):
     await settle()
     task.cancel()
     results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
-    assert [isinstance(r, asyncio.CancelledError | Unavailable) for r in results] == [True] * 3
+    assert [(type(r), str(r)) for r in results] == [(Unavailable, "the controller is stopping")] * 3
     with pytest.raises(Unavailable, match="stopping"):
         await driver.call(lambda now: (1, []))
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_caller_is_answered_at_whatever_moment_the_driver_ends(rig, turns):
+    driver, _, executor, task = rig({})
+    executor.gate.clear()
+    await settle()
+    call = asyncio.create_task(driver.call(lambda now: (1, [persist("p")])))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(Unavailable, match="stopping"):
+        await asyncio.wait_for(call, deadline(5))
 
 
 async def test_it_ends_when_cancelled_at_the_moment_an_event_comes(rig):

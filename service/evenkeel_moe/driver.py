@@ -55,6 +55,11 @@ class _Call:
     context: contextvars.Context
     """The caller's context, so that log lines have its trace id."""
 
+    def fail(self, error: Exception) -> None:
+        """Raise the error at the caller, unless it has its answer or waits no more."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
 
 class Driver:
     """The event loop of one machine.
@@ -147,13 +152,16 @@ class Driver:
         for waiting, processed in self._inbox:
             if processed is not None:
                 processed()
-            if isinstance(waiting, _Call) and not waiting.answer.done():
-                waiting.answer.set_exception(Unavailable("the controller is stopping"))
+            if isinstance(waiting, _Call):
+                waiting.fail(Unavailable("the controller is stopping"))
         self._inbox.clear()
 
     async def _handle(self, event: object) -> None:
         if isinstance(event, _Call):
-            await asyncio.create_task(self._respond(event), name="call", context=event.context)
+            try:
+                await asyncio.create_task(self._respond(event), name="call", context=event.context)
+            finally:
+                event.fail(Unavailable("the controller is stopping"))
         else:
             await self._carry_out(self._machine.handle(event, self._clock.monotonic()))
 
@@ -161,19 +169,12 @@ class Driver:
         try:
             result, actions = event.ask(self._clock.monotonic())
         except Exception as error:
-            if not event.answer.done():
-                event.answer.set_exception(error)
+            event.fail(error)
             return
-        try:
-            failures = await self._carry_out(actions)
-        except BaseException:
-            event.answer.cancel()
-            raise
-        if event.answer.done():
-            return
+        failures = await self._carry_out(actions)
         if failures:
-            event.answer.set_exception(_not_stored(failures))
-        else:
+            event.fail(_not_stored(failures))
+        elif not event.answer.done():
             event.answer.set_result(result)
 
     async def _carry_out(self, actions: Sequence[ControlAction]) -> Sequence[object]:
