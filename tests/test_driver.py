@@ -314,3 +314,5 @@ async def test_an_event_is_told_when_it_waits_no_more(rig):
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert told == ["first", "second"] and "second" not in machine.seen
+    driver.post("third", lambda: told.append("third"))
+    assert told == ["first", "second", "third"]

@@ -98,8 +98,12 @@ class Driver:
 
         Args:
             event: for the machine.
-            processed: called once the event waits no more.
+            processed: called once the event waits no more; at once if the driver has ended.
         """
+        if self._ended:
+            if processed is not None:
+                processed()
+            return
         self._inbox.append((event, processed))
         self._wake.set()
 
