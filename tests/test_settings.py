@@ -315,6 +315,9 @@ def test_all_wrong_values_are_reported_at_once():
         "PLANNER__THRESHOLDS__COOLDOWN_S": ("-1", "greater than or equal to 0"),
         "HEALTH__PLAN_STUCK_S": ("0", "greater than 0"),
         "HEALTH__BALANCEDNESS_MIN": ("nan", "a finite number"),
+        "MIGRATION__MAX_BYTES_PER_S": ("inf", "a finite number"),
+        "PLANNER__COPY_COST_TOKENS": ("inf", "a finite number"),
+        "PLANNER__CROSS_NODE_FACTOR": ("inf", "a finite number"),
     }
     words = refusal(**{name: value for name, (value, _) in wrong.items()})
     for name, (value, allowed) in wrong.items():

@@ -30,7 +30,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 GrpcSeconds = Annotated[float, Field(gt=0, le=_GRPC_MOST_S)]
 Count = Annotated[int, Field(ge=1)]
-Threshold = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Host = Annotated[
     str, Field(min_length=1), AfterValidator(lambda host: host.removeprefix("[").removesuffix("]"))
 ]
@@ -162,7 +162,7 @@ class PlannerSettings:
     """The planning policy, by its name in docs/policies.md."""
     cycle_s: Seconds = 2.0
     """Time between cycles."""
-    thresholds: Mapping[str, Threshold] = field(default_factory=dict)
+    thresholds: Mapping[str, NotNegative] = field(default_factory=dict)
     """Thresholds of the gates, by name."""
     recent_steps: Annotated[int, Field(ge=4)] = 32
     """Steps after a change of traffic that suffice for a plan; at most a quarter of
@@ -171,10 +171,10 @@ class PlannerSettings:
     """Steps that a placement is expected to last, which share the cost of its copies."""
     copy_bytes_per_s: Annotated[float, Field(gt=0)] = 5e9
     """Assumed rate of copies between ranks, for their cost in seconds."""
-    copy_cost_tokens: Annotated[float, Field(ge=0)] = 200.0
+    copy_cost_tokens: NotNegative = 200.0
     """Cost of one copy if ranks measure no compute time. If it is too low, plans copy for little
     gain."""
-    cross_node_factor: Annotated[float, Field(ge=1)] = 2.0
+    cross_node_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     """Cost of a copy from another node relative to one within a node."""
     cost: CostChoice = CostChoice.AUTO
     """auto: plan by the best known cost model: measured, profiled, derived, or else tokens. tokens:
@@ -195,7 +195,7 @@ class PlannerSettings:
 class MigrationSettings:
     """The execution of waves."""
 
-    max_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    max_bytes_per_s: NotNegative = 0.0
     """Rate limit of copies per rank; 0 is none. If it is too low, waves miss prepare_deadline_s."""
     batch_deadline_s: Seconds = 10.0
     """Time limit of a batch of copies; after it the communicator is aborted and rebuilt."""
