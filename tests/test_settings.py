@@ -269,17 +269,26 @@ def test_variables_of_the_command_line_are_ignored(monkeypatch):
 
 def test_a_fault_names_what_set_the_value(tmp_path, monkeypatch):
     path = tmp_path / "c.yaml"
-    path.write_text("rest: {port: high}\nmetrics: {port: higher}\n")
+    path.write_text(
+        "rest: {port: high}\nmetrics: {port: higher}\n"
+        "planner: {cycle_s: 1, deadline_s: -1, thresholds: {min_gain: 0.1}}\n"
+    )
     monkeypatch.setenv("EVENKEEL_REST__PORT", "70000")
     monkeypatch.setenv("EVENKEEL_METRICS", '{"host": "::1"}')
     monkeypatch.setenv("EVENKEEL_GRPC", '{"prot": 1}')
+    monkeypatch.setenv("EVENKEEL_PLANNER", '{"cycle_s": -1, "thresholds": {"min_gain": -1}}')
+    monkeypatch.setenv("EVENKEEL_PLANNER__WORKERS", "0")
     with pytest.raises(InvalidInput) as caught:
         load_settings(path)
     lines = str(caught.value).splitlines()[1:]
     assert sorted(re.split(": (?=Input|there)", line)[0] for line in lines) == [
         f"{path}:2: metrics.port",
+        f"{path}:3: planner.deadline_s",
+        "EVENKEEL_GRPC: grpc.prot",
+        "EVENKEEL_PLANNER: planner.cycle_s",
+        "EVENKEEL_PLANNER: planner.thresholds.min_gain",
+        "EVENKEEL_PLANNER__WORKERS",
         "EVENKEEL_REST__PORT",
-        "grpc.prot",
     ]
 
 

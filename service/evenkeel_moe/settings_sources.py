@@ -10,6 +10,8 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +74,9 @@ def load_settings(config: Path | None = None, profile: str | None = None) -> Set
         lines = {} if config is None or config.suffix == ".toml" else dict(_yaml_lines(text))
         for fault in error.errors(include_url=False, include_context=False):
             path = tuple(map(str, fault["loc"]))
-            variable = _PREFIX + "__".join(path).upper()
             where = ".".join(path)
-            if variable.lower() in variables:
+            variable = _set_by(path, variables)
+            if variable is not None:
                 where = variable
             elif path in lines:
                 where = f"{config}:{lines[path]}: {where}"
@@ -127,6 +129,21 @@ def _variables() -> dict[str, str | None]:
                 raise InvalidInput(f"{name}: {path} is not UTF-8 text") from None
             found.setdefault(f"{_PREFIX}{secret}".lower(), text)
     return found
+
+
+def _set_by(path: tuple[str, ...], variables: Mapping[str, str | None]) -> str | None:
+    """Return the variable that sets a value, with its place if it is in the JSON of a section."""
+    source = EnvSettingsSource(_Variables)
+    for depth in range(len(path), 0, -1):
+        name = (_PREFIX + "__".join(path[:depth])).upper()
+        if name.lower() in variables:
+            source.env_vars = {name.lower(): variables[name.lower()]}
+            try:
+                reduce(getitem, path, source())
+            except (KeyError, TypeError):  # It sets other values of the section.
+                continue
+            return name if depth == len(path) else f"{name}: {'.'.join(path)}"
+    return None
 
 
 def _unknown_sections() -> Iterator[str]:
