@@ -200,6 +200,13 @@ def test_the_series_of_a_departed_rank_are_removed(metrics, registry):
     assert not [key for key in series(registry) if "rank=1" in key]
 
 
+def test_a_rank_that_departed_while_another_replica_led_has_no_series(metrics, registry):
+    exercise(metrics)
+    metrics.follow("demo")
+    metrics.refresh(make_status(ranks=(make_rank(0),)), BALANCE)
+    assert not [key for key in series(registry) if "rank=1" in key]
+
+
 def test_the_series_of_a_departed_deployment_are_removed(metrics, registry):
     exercise(metrics, "demo")
     exercise(metrics, "other")

@@ -138,8 +138,8 @@ class ControllerMetrics(Collector):
             name: Histogram(name, text, ["deployment"], buckets=bounds, registry=registry)
             for name, bounds, text in _HISTOGRAMS
         }
-        self._counted: set[str] = set()
-        """Deployments whose events are counted."""
+        self._counted: dict[str, set[int]] = {}
+        """Deployments whose events are counted, with the ranks that dropped steps."""
         self._degraded = Gauge(
             "evenkeel_store_degraded",
             "1 while the store is out of reach or refuses writes: loads are kept in memory only"
@@ -195,6 +195,7 @@ class ControllerMetrics(Collector):
 
     def steps_dropped(self, deployment: str, rank: int, steps: int) -> None:
         """Count steps that a rank reports as dropped."""
+        self._counted.get(deployment, set()).add(rank)
         self._count("evenkeel_report_steps_dropped_total", steps, deployment, rank)
 
     def decision(self, deployment: str, reason: str) -> None:
@@ -240,7 +241,7 @@ class ControllerMetrics(Collector):
 
         What alerts watch begins at 0: the first event must be seen as a rise.
         """
-        self._counted.add(deployment)
+        self._counted.setdefault(deployment, set())
         for name in ("deployment_failures", "ranks_displaced", "report_steps"):
             self._count(f"evenkeel_{name}_total", 0, deployment)
         self._count("evenkeel_decisions_total", 0, deployment, Reason.PLANNER_FAILED)
@@ -296,16 +297,12 @@ class ControllerMetrics(Collector):
     ) -> None:
         """Replace all gauges of a deployment led here; a value of None removes its series."""
         name = status.deployment
-        before = self._views.get(name)
         self._views = {**self._views, name: View(status, dict(per_phase), gauges)}
         self._leading = {**self._leading, name: True}
-        if before is not None:
-            present = {rank.rank for rank in status.ranks}
-            for rank in before.status.ranks:
-                if rank.rank not in present:
-                    self._counters["evenkeel_report_steps_dropped_total"].remove_by_labels(
-                        {"deployment": name, "rank": str(rank.rank)}
-                    )
+        counted = self._counted.get(name, set())
+        for rank in counted - {one.rank for one in status.ranks}:
+            counted.remove(rank)
+            self._counters["evenkeel_report_steps_dropped_total"].remove(name, str(rank))
 
     def follow(self, deployment: str) -> None:
         """Remove the gauges of a deployment not led here; what this replica counted stays."""
@@ -314,7 +311,7 @@ class ControllerMetrics(Collector):
 
     def forget(self, deployment: str) -> None:
         """Remove every series of a deployment that left."""
-        self._counted.discard(deployment)
+        self._counted.pop(deployment, None)
         key = DeploymentId(deployment)
         self._views = {name: view for name, view in self._views.items() if name != key}
         self._leading = {name: leads for name, leads in self._leading.items() if name != key}
