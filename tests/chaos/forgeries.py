@@ -140,6 +140,16 @@ def late_save(forger):
     forger.lines("evidence-0.jsonl", change)
 
 
+def no_save(forger):
+    """Rank 0 never saved the placement of an epoch that it named."""
+    epoch = min(forger.case.swapped)
+
+    def change(lines):
+        lines[:] = [line for line in lines if (line["kind"], line["epoch"]) != ("saved", epoch)]
+
+    forger.lines("evidence-0.jsonl", change)
+
+
 def another_wave(forger):
     """Rank 2 came to its first epoch by another wave."""
 
@@ -473,6 +483,7 @@ FORGERIES = {
     wrong_digest: "maps are those of the waves",
     fallen_epoch: "restarts keep the epoch",
     late_save: "no Ack before the save",
+    no_save: "no Ack before the save",
     another_wave: "one wave for each epoch",
     skipped_epoch: "one wave for each epoch",
     another_prepare: "one wave for each epoch",

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.chaos.judge.case import Breach, Case, Process, WaveId, wave_in, wave_of
 from tests.chaos.judge.maps import digest_of
-from tests.chaos.judge.ranks import RankSwap
+from tests.chaos.judge.ranks import RankFacts, RankSwap
 from tests.chaos.judge.store import plan_of
 from tests.chaos.judge.wire import Moment, RankStream, WireMessage
 
@@ -113,7 +113,8 @@ def _obeyed(stream: RankStream) -> Iterator[tuple[int, str, WireMessage]]:
 def acks_follow_swap_and_save(case: Case) -> Iterator[Breach]:
     """A rank acknowledges only what it swapped, with the right map, after it had saved it.
 
-    The epochs that a process names never fall.
+    The epochs that a process names never fall. A process notes a save before its next step, so the
+    note may be absent only if it begins no further step at that epoch.
     """
     swaps = {
         (Process(swap.generation, facts.rank), swap.epoch): swap
@@ -145,9 +146,23 @@ def acks_follow_swap_and_save(case: Case) -> Iterator[Breach]:
                 yield Breach("no Ack without a swap", text, message.read.unix, message.place)
             saved = facts.saves.get((start.group, epoch))
             # The file system's clock is a little behind, never ahead, so there need be no margin.
-            if saved is not None and message.read.unix < saved:
-                text = f"{process} named epoch {epoch} before its map was saved ({saved:.6f})"
+            if saved is None:
+                late = _began_steps(facts, start.group, epoch, message.read.unix)
+            else:
+                late = message.read.unix < saved
+            if late:
+                when = "never" if saved is None else f"{saved:.6f}"
+                text = f"{process} named epoch {epoch} before its map was saved ({when})"
                 yield Breach("no Ack before the save", text, message.read.unix, message.place)
+
+
+def _began_steps(facts: RankFacts, group: int, epoch: int, unix: float) -> bool:
+    """Return True if a process began a step at an epoch after a moment.
+
+    The first step that ends after the moment may have begun before it.
+    """
+    ended = (s for s in facts.steps if (s.group, s.epoch) == (group, epoch) and s.unix > unix)
+    return len(list(ended)) > 1
 
 
 def _other_wave(message: WireMessage, swap: RankSwap) -> bool:
