@@ -294,6 +294,15 @@ def wrong_report(forger):
     forger.rewrite(forger.first("load_report"), change)
 
 
+def report_of_no_step(forger):
+    """A report names a step that the rank never computed."""
+
+    def change(body):
+        body.step_table = (-1).to_bytes(8, "little", signed=True) + body.step_table[8:]
+
+    forger.rewrite(forger.first("load_report"), change)
+
+
 def another_prepare(forger):
     """One rank was sent other rows of a wave than the others."""
 
@@ -501,6 +510,7 @@ FORGERIES = {
     two_outcomes_on_the_wire: "one outcome for each wave",
     uncommitted_wave: "records count swapped waves",
     wrong_report: "reports name the epoch of the step",
+    report_of_no_step: "reports name the epoch of the step",
     wave_for_another_group: "waves reach their group only",
     wave_held_at_the_end: "every wave ends",
     open_plan: "every plan ends",

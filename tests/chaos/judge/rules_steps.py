@@ -84,23 +84,30 @@ def epochs_of_steps_never_fall(case: Case) -> Iterator[Breach]:
 
 
 def reports_name_the_epoch_of_the_step(case: Case) -> Iterator[Breach]:
-    """The epochs in the reports on the wire are those with which the steps were computed."""
+    """The epochs in the reports on the wire are those with which the steps were computed.
+
+    The last step may lack evidence: the process may have died before it wrote it.
+    """
     known: dict[tuple[Process, int], int] = {
         (Process(start.generation, facts.rank), step.step): step.epoch
         for facts in case.ranks
         for step in facts.steps
         if (start := facts.start(step.group)) is not None
     }
-    for process, streams in case.streams.items():
-        for message in (m for stream in streams for m in stream.messages):
+    last: dict[Process, int] = {}
+    for process, step in known:
+        last[process] = max(step, last.get(process, step))
+    for process in case.streams:
+        for message in case.sent_by(process):
             if message.kind != "load_report":
                 continue
             for step, epoch, *_ in _STEP.iter_unpack(message.body.step_table):
-                if known.get((process, step), epoch) != epoch:
+                computed = known.get((process, step))
+                if computed != epoch and (computed is not None or step < last.get(process, step)):
                     yield Breach(
                         "reports name the epoch of the step",
                         f"rank {process.rank} reported step {step} at epoch {epoch},"
-                        f" and computed it at {known[process, step]}",
+                        f" and computed it at {'none' if computed is None else computed}",
                         message.read.unix,
                         message.place,
                     )
