@@ -30,7 +30,7 @@ from tests.chaos.processes import DEPLOYMENT, ControllerProcess
 from tests.controller.leadership import test_bad_records
 from tests.controller.replicas import DEMO
 from tests.integration.controller_rig import Group, Rank
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 LARGE = ModelShape(64, 512, 2, 512, 2, 64)
 """A map of 262,144 bytes."""
@@ -100,18 +100,19 @@ def _joined(answers: set[str]) -> str:
     return " ".join(sorted(answers - {ELSEWHERE}) or [ELSEWHERE])
 
 
-async def _ended(call: Any, within_s: float) -> str:
-    """Return the status with which a stream ends.
+async def _ended(call: Any) -> str:
+    """Return the status with which a stream ends within the controller's longest limit.
 
     gRPC's client calls it INTERNAL where the stream ends while it writes.
     """
-    async with asyncio.timeout(within_s):
-        try:
-            while await call.read() is not grpc.aio.EOF:
-                pass
-        except grpc.aio.AioRpcError:
-            pass
-        return str((await call.code()).name)
+    try:
+        async with asyncio.timeout(deadline(_ENDS_WITHIN_S)):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            return str((await call.code()).name)
+    except TimeoutError:
+        return "was not ended"
 
 
 async def _any(opened: Sequence[_T], ended: Callable[[_T], Any]) -> bool:
@@ -145,7 +146,7 @@ async def silent_ranks(target: Target, rng: random.Random) -> str:
     async with grpc.aio.insecure_channel(target.address) as channel:
         call = agent_pb2_grpc.RankLinkStub(channel).Attach()
         await call.write(encode_rank_message(group.ranks[0].hello()))
-        return await _ended(call, 25)
+        return await _ended(call)
 
 
 async def half_open(target: Target, rng: random.Random) -> str:
@@ -216,7 +217,7 @@ async def oversized(target: Target, rng: random.Random) -> str:
         await call.write(hello)
         with contextlib.suppress(*_ENDED):
             await call.write(rng.randbytes(rng.choice((3, 30)) << 20))
-        return await _ended(call, 25)
+        return await _ended(call)
 
 
 async def compressed(target: Target, rng: random.Random) -> str:
@@ -228,7 +229,7 @@ async def compressed(target: Target, rng: random.Random) -> str:
         call = stub.Attach(compression=grpc.Compression.Gzip)
         with contextlib.suppress(*_ENDED):
             await call.write(encode_rank_message(hello))
-        return await _ended(call, 25)
+        return await _ended(call)
 
 
 async def large_maps(target: Target, rng: random.Random) -> str:
@@ -360,7 +361,7 @@ class Attack:
     """The most bytes by which the memory of a replica has grown."""
 
     async def run(self, seconds: float) -> None:
-        """Let peers attack for so long, two at a time, and until each kind has come."""
+        """Let peers attack for so long, two at a time, and until each kind has got its answer."""
         leader = self.target.controller
         term, lost = await self._term(), await self._lost_steps()
         work = [asyncio.create_task(self._attack(number)) for number in range(_AT_A_TIME)]
@@ -371,7 +372,7 @@ class Attack:
             )
             # A slow machine gets as long again, twice, to meet every kind.
             for _ in range(2 * int(seconds)):
-                if ended or len({name for name, _ in self.met}) == len(self.peers):
+                if ended or not self.unanswered():
                     break
                 ended, _ = await asyncio.wait(work, timeout=1, return_when=asyncio.FIRST_COMPLETED)
             self.broken += [f"a part of the attack ended: {task.exception()!r}" for task in ended]
@@ -379,6 +380,7 @@ class Attack:
             for task in work:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
+        self.broken += [f"{name} never got a promised answer" for name in self.unanswered()]
         if self.most_growth > MOST_GROWTH_BYTES:
             self.broken.append(f"the memory of a replica grew by {self.most_growth >> 20} MiB")
         rows, _ = leader.rows()
@@ -391,6 +393,14 @@ class Attack:
             self.broken.append(f"term {term} became {now}")
         if (steps := await self._lost_steps()) != lost:
             self.broken.append(f"steps of honest ranks were lost: {lost}, then {steps}")
+
+    def unanswered(self) -> list[str]:
+        """Return the kinds of peers that have not met a promised answer yet."""
+        return [
+            peer.__name__
+            for peer, promised in self.peers.items()
+            if not any((peer.__name__, words) in self.met for words in promised)
+        ]
 
     async def _attack(self, number: int) -> None:
         """Be one hostile peer after another. Every kind comes as often."""

@@ -1,12 +1,15 @@
 """Short chaos runs: a leader, a store and a rank fail during plans; hostile peers attack."""
 
+import asyncio
 import random
 import uuid
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from evenkeel_moe.engines.reference.config import RankConfig
+from tests.chaos import peers
 from tests.chaos.operator import Operator, PlanLife
 from tests.chaos.peers import PEERS, Attack
 from tests.chaos.processes import MARK
@@ -67,6 +70,22 @@ async def test_a_peer_that_is_taken_is_told():
     attack = Attack(None, [], 1, {is_taken: ("refused",)})  # type: ignore[arg-type]
     assert await attack.become(is_taken, random.Random(1)) == "taken"
     assert attack.broken == ["is_taken: taken"]
+
+
+async def test_a_peer_without_any_promised_answer_is_told():
+    async def is_left(_target, _rng) -> str:
+        raise TimeoutError
+
+    attack = Attack(None, [], 1, {is_left: ("refused",)})  # type: ignore[arg-type]
+    attack.met["is_left", await attack.become(is_left, random.Random(1))] += 1
+    assert (attack.broken, attack.unanswered()) == ([], ["is_left"])
+    attack.met["is_left", "refused"] += 1
+    assert attack.unanswered() == []
+
+
+async def test_a_stream_that_is_never_ended_is_told(monkeypatch):
+    monkeypatch.setattr(peers, "_ENDS_WITHIN_S", 0.01)
+    assert await peers._ended(SimpleNamespace(read=asyncio.Event().wait)) == "was not ended"
 
 
 def test_an_operator_waits_for_a_plan_whose_record_was_lost():
