@@ -51,13 +51,13 @@ class PlanLife:
     """Ranks of the group for which the target is; 0 until it is drawn."""
     leader: str = ""
     term: int = 0
-    primary: int = 0
-    """These three when it was accepted."""
+    primary: int | None = None
+    """These three when it was accepted; the primary is None if Sentinel did not name one."""
     accepted_at: float = 0.0
     ended_at: float = 0.0
     phase: str = ""
     reason: str = ""
-    final_leader: tuple[str, int, int] = ("", 0, 0)
+    final_leader: tuple[str, int, int | None] = ("", 0, None)
     """(leader, term, primary) when its end was seen."""
     lost: int = 0
     """Times the record was gone and the plan was asked for again."""
@@ -68,7 +68,9 @@ class PlanLife:
 
     @property
     def through_failover(self) -> bool:
-        return self.accepted_at > 0 and self.final_leader != (self.leader, self.term, self.primary)
+        *leader, primary = self.final_leader
+        other_primary = None not in (primary, self.primary) and primary != self.primary
+        return self.accepted_at > 0 and (leader != [self.leader, self.term] or other_primary)
 
 
 @dataclass

@@ -183,12 +183,12 @@ class Sentinel(Child):
         except (RedisError, OSError):  # closing may time out as well
             return None
 
-    async def primary_port(self) -> int:
-        """Port of the proxy of the node it takes for the primary; 0 unknown."""
+    async def primary_port(self) -> int | None:
+        """Port of the proxy of the node it takes for the primary; None when it does not answer."""
         answer = await self.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "main")
         if isinstance(answer, tuple | list) and len(answer) == 2:
             return int(answer[1])
-        return 0
+        return None
 
 
 class ControllerProcess(Child):

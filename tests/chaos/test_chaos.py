@@ -12,7 +12,7 @@ from evenkeel_moe.engines.reference.config import RankConfig
 from tests.chaos import peers
 from tests.chaos.operator import Operator, PlanLife
 from tests.chaos.peers import PEERS, Attack
-from tests.chaos.processes import MARK
+from tests.chaos.processes import MARK, Sentinel
 from tests.chaos.run import run_chaos
 from tests.chaos.schedule import Fault, FaultKind, make_schedule
 
@@ -96,6 +96,26 @@ def test_an_operator_waits_for_a_plan_whose_record_was_lost():
     assert operator.waiting and not operator.under_way
     life.ended_at = 3.0
     assert not operator.waiting
+
+
+@pytest.mark.parametrize(
+    ("primary", "final", "through"),
+    [
+        (7, ("a", 1, 7), False),
+        (7, ("a", 1, 8), True),
+        (7, ("a", 1, None), False),
+        (None, ("a", 1, 7), False),
+        (None, ("b", 2, None), True),
+    ],
+)
+def test_an_unknown_primary_is_no_failover(primary, final, through):
+    life = PlanLife("p", 1.0, leader="a", term=1, primary=primary, accepted_at=2.0)
+    life.final_leader = final
+    assert life.through_failover is through
+
+
+async def test_a_silent_sentinel_names_no_primary(tmp_path):
+    assert await Sentinel(tmp_path, 1).primary_port() is None
 
 
 def test_a_schedule_is_a_function_of_its_seed():
