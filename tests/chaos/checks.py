@@ -117,9 +117,12 @@ def bad_logs(controllers: Sequence[ControllerProcess]) -> Iterator[str]:
                 "task_failed",
                 "deployment_failed",
                 "ended_deployment_failed",
+                "failed_deployment_not_ended",
                 "message_not_sent",
                 "wave_map_unusable",
                 "cycle_failed",
+                "rank_stream_failed",
+                "request_failed_by_defect",
             ):
                 if row["event"] == "cycle_failed" and "exception" not in row:
                     continue

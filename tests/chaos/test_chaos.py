@@ -10,6 +10,7 @@ import pytest
 
 from evenkeel_moe.engines.reference.config import RankConfig
 from tests.chaos import peers
+from tests.chaos.checks import SERVING_BOUND_S, bad_logs
 from tests.chaos.operator import Operator, PlanLife
 from tests.chaos.peers import PEERS, Attack
 from tests.chaos.processes import MARK, Sentinel
@@ -118,6 +119,15 @@ async def test_a_silent_sentinel_names_no_primary(tmp_path):
     assert await Sentinel(tmp_path, 1).primary_port() is None
 
 
+@pytest.mark.parametrize(
+    "event", ["request_failed_by_defect", "rank_stream_failed", "failed_deployment_not_ended"]
+)
+def test_a_defect_in_a_log_is_told(event):
+    controller = SimpleNamespace(name="a", rows=lambda: ([{"event": event}], []))
+    (told,) = bad_logs([controller])  # type: ignore[list-item]
+    assert event in told
+
+
 def test_a_schedule_is_a_function_of_its_seed():
     assert make_schedule(7, 600) == make_schedule(7, 600)
     assert make_schedule(7, 600) != make_schedule(8, 600)
@@ -136,6 +146,4 @@ def test_ten_minutes_hold_every_kind_of_fault_one_at_a_time(seed):
     failovers = [fault for fault in main if fault.kind.changes_leader or fault.kind.changes_primary]
     assert len(failovers) >= 15
     # Control-plane outages last longer than the bound on serving, so a wait would be found.
-    from tests.chaos.checks import SERVING_BOUND_S
-
     assert all(fault.seconds >= SERVING_BOUND_S for fault in failovers)
