@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from tests.mutation.changes import changes
+from tests.mutation.changes import Change, changes
 
 PACKAGE = Path(__file__).parents[2] / "service" / "evenkeel_moe"
 EQUIVALENT = re.findall(
@@ -71,17 +71,17 @@ class Mutants:
             sys.exit("the tests fail without a change")
         limit_s = int(20 + 4 * (time.monotonic() - began))
         for file, module in zip(self.files, modules, strict=True):
-            found, name = {"killed": 0, "survived": 0, "equivalent": 0}, file.relative_to(PACKAGE)
+            found = {"killed": 0, "survived": 0, "equivalent": 0}
             for change in changes(file.read_text(), str(file)):
-                key = f"{name}: {change.scope}: {change.before} -> {change.after}"
-                if any(key.startswith(text) if rest else key == text for text, rest in EQUIVALENT):
+                key = key_of(file, change)
+                if any(names(entry, key) for entry in EQUIVALENT):
                     found["equivalent"] += 1
                 elif killed(tests, limit_s, partial(install, module, change.code)):
                     found["killed"] += 1
                 else:
                     found["survived"] += 1
                     print(f"SURVIVED (line {change.line}) {key}", flush=True)
-            print(f"{name}: {found}", flush=True)
+            print(f"{file.relative_to(PACKAGE)}: {found}", flush=True)
             self.survived += found["survived"]
         return True
 
@@ -92,6 +92,16 @@ class Mutants:
             if self._failed:
                 return True
         return False
+
+
+def key_of(file: Path, change: Change) -> str:
+    return f"{file.relative_to(PACKAGE)}: {change.scope}: {change.before} -> {change.after}"
+
+
+def names(entry: tuple[str, str], key: str) -> bool:
+    """Return True if an entry of EQUIVALENT names a change."""
+    text, rest = entry
+    return key.startswith(text) if rest else key == text
 
 
 def killed(tests: Any, limit_s: int, prepare: Any = lambda: None) -> bool:

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from tests.mutation.__main__ import install, killed
+from tests.mutation.__main__ import EQUIVALENT, PACKAGE, install, key_of, killed, names
 from tests.mutation.changes import changes
 
 SOURCE = """
@@ -81,3 +81,9 @@ def test_a_mutant_is_killed_by_a_failure_or_by_time_and_never_by_its_own_prepara
     assert killed(lambda: [None for _ in iter(int, 1)], 1)
     with pytest.raises(RuntimeError):
         killed(lambda: False, 20, lambda: 1 / 0)
+
+
+def test_every_equivalent_change_is_a_change_of_the_package():
+    files = sorted({PACKAGE / text.partition(":")[0] for text, _ in EQUIVALENT})
+    keys = [key_of(file, one) for file in files for one in changes(file.read_text(), str(file))]
+    assert [entry for entry in EQUIVALENT if not any(names(entry, key) for key in keys)] == []
