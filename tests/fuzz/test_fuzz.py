@@ -1,4 +1,4 @@
-"""A short run of the fuzzer, and all that it has found before."""
+"""A short run of the fuzzer: the corpus, if there is one, the seeds, and changed input."""
 
 import pytest
 
