@@ -58,6 +58,8 @@ class FleetWorld(World):
         """Probability that a wrong Prepare is a right one that only one rank gets."""
         self.prompt_failures = 0.5
         """Probability that a failed write is reported at once."""
+        self.lost_answers = 0.3
+        """Probability that a write that failed has happened."""
         self.slow_planning = 0.2
         self.plans_made = 0
         self.eagerness = 0.6

@@ -112,6 +112,7 @@ class ScriptedWorld(FleetWorld):
         self.network = self.scripted = ScriptedNetwork(self)
         self.mode = Mode.OBSERVE
         self.prompt_failures = 1.0
+        self.lost_answers = 0.0
         self.flaws = 0.0
         self.probes = False
         self.timing = TIMING

@@ -1,5 +1,10 @@
 """SimStore: records that can be out of reach, lose their last write, or be flushed."""
 
+import random
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 from evenkeel_moe.model.hold import Hold
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.protocol import control_messages as ctl
@@ -32,6 +37,23 @@ class Shelf:
         return twin
 
 
+def _write(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a write fail while the store is down, without or after its change."""
+
+    @wraps(method)
+    def call(self: "SimStore", *args: Any) -> Any:
+        fails = self.down and self.world.rng.random() < 0.7
+        if fails and self._lost_answers.random() >= self.world.lost_answers:
+            raise StoreDown
+        self._before_last = self.shelf.copy()
+        answer = method(self, *args)
+        if fails:
+            raise StoreDown
+        return answer
+
+    return call
+
+
 class SimStore:
     """One store for all replicas; every write is fenced by the lease's term."""
 
@@ -40,12 +62,8 @@ class SimStore:
         self.down = False
         self.shelf = Shelf()
         self._before_last: Shelf | None = None
-
-    def _writing(self) -> Shelf:
-        if self.down and self.world.rng.random() < 0.7:
-            raise StoreDown
-        self._before_last = self.shelf.copy()
-        return self.shelf
+        self._lost_answers = random.Random(f"store {world.seed}")
+        """Of its own, so that the other draws of a seed stay the same."""
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -62,9 +80,10 @@ class SimStore:
 
     # --- leases -----------------------------------------------------------------------------------
 
+    @_write
     def acquire(self, holder: str, ttl: float, at_least: int) -> Leader | None:
         """Take the lease if it is free, expired or ours."""
-        shelf = self._writing()
+        shelf = self.shelf
         if shelf.holder not in ("", holder) and self.world.now < shelf.lease_until:
             return None
         if shelf.holder != holder or self.world.now >= shelf.lease_until or shelf.term <= at_least:
@@ -74,8 +93,9 @@ class SimStore:
         self.world.checks.granted = leader
         return leader
 
+    @_write
     def renew(self, leader: Leader, ttl: float) -> bool:
-        shelf = self._writing()
+        shelf = self.shelf
         if (shelf.holder, shelf.term) != (
             leader.leader_id,
             leader.term,
@@ -84,16 +104,18 @@ class SimStore:
         shelf.lease_until = self.world.now + ttl
         return True
 
+    @_write
     def release(self, leader: Leader) -> None:
-        shelf = self._writing()
+        shelf = self.shelf
         if (shelf.holder, shelf.term) == (leader.leader_id, leader.term):
             shelf.lease_until = 0.0
 
     # --- records ----------------------------------------------------------------------------------
 
+    @_write
     def write(self, action: ctl.PersistAction, leader: Leader | None) -> None:
         """Store one persist action; raises StoreDown, also when the term is fenced off."""
-        shelf = self._writing()
+        shelf = self.shelf
         if leader is None or leader.term < shelf.term:
             raise StoreDown
         checks = self.world.checks

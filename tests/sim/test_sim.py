@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from evenkeel_moe.protocol.control_messages import PersistDocument
 from evenkeel_moe.protocol.rank.gate import Gate
 from tests.explore.catalogue import MUTANT_WORLDS
 from tests.sim.__main__ import main
@@ -13,9 +14,10 @@ from tests.sim.guests import run_guest_seed
 from tests.sim.hazards import HAZARDS, LEFT_OUT, hazard_of
 from tests.sim.kit import Kit
 from tests.sim.mutants import BY_NAME, NOT_SIMULATED, RULES, VotesYesAnyway
-from tests.sim.run import run_seed
+from tests.sim.run import FleetWorld, run_seed
 from tests.sim.scenario import SCRIPTS, parse, play
 from tests.sim.search import hunt
+from tests.sim.store import StoreDown
 
 CATCHING_SEEDS = {
     "R1": 6,
@@ -109,6 +111,18 @@ def test_a_swap_refuses_what_another_wave_has_staged():
     hazard = HAZARDS[BY_NAME["swap"].hazard]
     kit = Kit(worker=VotesYesAnyway)
     assert run_seed(CATCHING_SEEDS["swap"], kit, hazard=hazard).violation is None
+
+
+def test_a_write_that_fails_may_have_happened():
+    store, happened = FleetWorld(0).store, set()
+    leader = store.acquire("c0", 1.0, 0)
+    store.down = True
+    for number in range(100):
+        try:
+            store.write(PersistDocument("control", {"number": number}), leader)
+        except StoreDown:
+            happened.add(store.shelf.control.get("number") == number)
+    assert happened == {True, False}
 
 
 class TakesAnyStep(Gate):
