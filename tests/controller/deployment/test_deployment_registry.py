@@ -245,6 +245,25 @@ async def test_a_deployment_that_fails_ends_alone_and_starts_again_after_a_pause
         assert one.member is not broken
 
 
+@pytest.mark.fault(
+    "a deployment that failed and never came back",
+    "the alert that nobody leads it fired until the controller restarted",
+)
+async def test_a_failed_deployment_that_does_not_start_again_loses_its_series():
+    async with replicas("a") as (one, _):
+        await one.lead()
+        registry, failed = one.registry, one.member
+        registry.failed(DEMO, failed, ValueError("a bug of ours"))
+        await until(lambda: not failed.keeper.leading)
+        failure = registry.failures._newest[DEMO]
+        for age_s, forgotten in ((3500.0, False), (3600.0, True)):
+            registry.failures._newest[DEMO] = replace(failure, at=failure.at - age_s)
+            await registry.evict_idle(3600.0)
+            series = [one for family in registry.shared.metrics.collect() for one in family.samples]
+            leading = {one.labels["deployment"] for one in series if "leading" in one.name}
+            assert (DEMO not in leading) == forgotten
+
+
 async def test_a_group_that_does_not_fit_beside_the_others_is_refused_with_the_numbers():
     async with replicas("a") as (one, _):
         await one.lead()
@@ -408,6 +427,15 @@ def test_after_ten_minutes_without_a_failure_the_pause_is_short_again():
     failures.note(ONE, ValueError("bad"), 0.0)
     assert failures.note(ONE, ValueError("bad"), 604.0).pause_s == 10
     assert failures.note(ONE, ValueError("bad"), 604.0 + 10 + 600).pause_s == 5
+
+
+def test_a_failure_is_kept_while_it_lengthens_the_next_pause():
+    failures = DeploymentFailures()
+    failures.note(ONE, ValueError("bad"), 0.0)
+    assert failures.expire(604.0, 1.0) == []
+    assert failures.expire(605.0, 606.0) == []
+    assert failures.expire(605.0, 1.0) == [ONE]
+    assert failures.note(ONE, ValueError("bad"), 605.0).pause_s == 5
 
 
 def test_a_failure_names_the_error_and_other_deployments_do_not_wait():

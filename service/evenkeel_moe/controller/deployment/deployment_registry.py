@@ -79,6 +79,17 @@ class DeploymentFailures:
         failure = self._newest.get(name)
         return failure if failure is not None and failure.left_s(now) > 0 else None
 
+    def expire(self, now: float, after_s: float) -> list[DeploymentId]:
+        """Drop the failures of that age that lengthen no pause any more; return their names."""
+        old = [
+            name
+            for name, one in self._newest.items()
+            if now - one.at >= max(after_s, one.pause_s + _SOUND_AFTER_S)
+        ]
+        for name in old:
+            del self._newest[name]
+        return old
+
 
 @dataclass(eq=False, repr=False)
 class DeploymentRegistry:
@@ -193,12 +204,18 @@ class DeploymentRegistry:
     # --- letting go -------------------------------------------------------------------------------
 
     async def evict_idle(self, after_s: float) -> None:
-        """Evict the deployments that have been without ranks for that long."""
+        """Evict the deployments that have been without ranks for that long.
+
+        Those that failed and did not start again lose their series.
+        """
         for name in list(self.deployments):
             # Looked up one by one: meanwhile its ranks may be back, or an operator let it go.
             deployment = self.deployments.get(name)
             if deployment is not None and _is_expired(deployment, after_s):
                 await self.let_go(deployment)
+        for name in self.failures.expire(self.shared.clock.monotonic(), after_s):
+            if name not in self.deployments:
+                self.shared.metrics.forget(name)
 
     async def let_go(self, deployment: Deployment) -> None:
         """Remove a deployment, unless that was done before: its lease, memory and series."""
