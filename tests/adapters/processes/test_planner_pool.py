@@ -1,5 +1,6 @@
 """Planner processes: answers, errors, deadlines, and processes that die."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -121,6 +122,22 @@ async def test_a_plan_that_takes_too_long_is_given_up_with_its_process():
     with pytest.raises(Unavailable, match="no plan within 0.1 s"):
         await pool.run(hang, 0)
     assert not psutil.pid_exists(worker)
+    pool.close()
+
+
+async def test_a_call_whose_process_was_replaced_for_another_call_says_so():
+    pool = ForkedPlanner(2, deadline_s=0.5)
+    await pool.warm_up()
+    late = asyncio.create_task(pool.run(hang, 0))
+    await asyncio.sleep(0.1)
+    pool._deadline_s = 30
+    other = asyncio.create_task(pool.run(hang, 0))
+    with pytest.raises(Unavailable, match="no plan within"):
+        await late
+    with pytest.raises(Unavailable, match="replaced after another call failed") as caught:
+        await other
+    assert caught.value.reason is Reason.PLANNER_FAILED
+    assert "no plan within" in pool.fault
     pool.close()
 
 

@@ -99,7 +99,8 @@ class PlannerPool:
 
         Raises:
             DeadlineMissed: the deadline passed.
-            Unavailable: the process died (PLANNER_FAILED).
+            Unavailable: the process died, or was replaced after the fault of another call
+                (PLANNER_FAILED).
         """
         loop = asyncio.get_running_loop()
         async with self._free:
@@ -114,14 +115,16 @@ class PlannerPool:
                 async with asyncio.timeout(self._deadline_s):
                     value = await future
             except TimeoutError:
-                self._replace(executor, f"no plan within {self._deadline_s:g} s")
-                raise DeadlineMissed(f"planner: {self.fault}") from None
+                fault = f"no plan within {self._deadline_s:g} s"
+                self._replace(executor, fault)
+                raise DeadlineMissed(f"planner: {fault}") from None
             except BrokenProcessPool:
-                self._replace(executor, "a planner process died")
-            else:
-                self.fault = ""
-                return value
-        raise Unavailable(f"planner: {self.fault}", Reason.PLANNER_FAILED)
+                fault = "a planner process died"
+                if not self._replace(executor, fault):
+                    fault = "its processes were replaced after another call failed"
+                raise Unavailable(f"planner: {fault}", Reason.PLANNER_FAILED) from None
+            self.fault = ""
+            return value
 
     async def _ready(self) -> ProcessPoolExecutor:
         """Return the processes once their kernels are compiled.
@@ -187,12 +190,14 @@ class PlannerPool:
             initializer=_begin_worker,
         )
 
-    def _replace(self, executor: ProcessPoolExecutor, fault: str) -> None:
-        """End failed processes; the next call starts new ones."""
+    def _replace(self, executor: ProcessPoolExecutor, fault: str) -> bool:
+        """End failed processes; the next call starts new ones. Return False if they had ended."""
+        if self._pool is not executor:
+            return False
         self.fault = fault
-        if self._pool is executor:
-            self.warm = False
-            self._end()
+        self.warm = False
+        self._end()
+        return True
 
 
 def _begin_worker() -> None:
