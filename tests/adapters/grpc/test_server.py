@@ -24,6 +24,7 @@ from evenkeel_moe.wire.from_rank import encode_rank_message
 from evenkeel_moe.wire.limits import most_message_bytes
 from evenkeel_moe.wire.link import (
     Heartbeat,
+    NotLeader,
     Registration,
     ReportAck,
 )
@@ -271,6 +272,37 @@ async def test_a_stream_that_is_silent_after_its_hello_ends_and_one_that_beats_d
         await until(is_over, every_s=0.1)
         assert not beating.done() and server.open_streams == 1
         beating.cancel()
+
+
+@pytest.mark.parametrize("exhausted", ["", "a limit"])
+@pytest.mark.integration
+async def test_a_closed_stream_ends_although_its_rank_reads_nothing(serve, exhausted):
+    server, hub = await serve(send_queue=100_000)
+    streams = []
+    attach = hub.attach
+
+    async def telling(hello, stream):
+        streams.append(stream)
+        for number in range(100_000):
+            stream.send(NotLeader("a" * 1000, str(number), 1.0))
+        return await attach(hello, stream)
+
+    hub.attach = telling
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = agent_pb2_grpc.RankLinkStub(channel).Attach()
+        await call.write(encode_rank_message(HELLO))
+        left = []
+
+        async def waits():
+            left.append(len(streams[0]._queue) if streams else 0)
+            return left[-1] > 0 and left[-3:-2] == left[-1:]
+
+        await until(waits, every_s=0.2)
+        streams[0].exhausted = exhausted
+        streams[0].close()
+        await asyncio.wait_for(hub.lost.wait(), deadline(10))
+        await until(lambda: server.open_streams == 0)
+        call.cancel()
 
 
 LARGE = ModelShape(128, 512, 2, 512, 1, 10)

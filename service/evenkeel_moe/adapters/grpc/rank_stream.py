@@ -39,7 +39,8 @@ class RankStream:
         self._capacity = capacity
         self._queue: deque[ToRankLink] = deque()
         self._wake = asyncio.Event()
-        self._closed = False
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        """Done once nothing more will be sent."""
         self._ack: ReportAck | None = None
         """The answer held back until the next one is due."""
         self._acked_reports = 0
@@ -55,11 +56,11 @@ class RankStream:
     @property
     def closed(self) -> bool:
         """True if nothing more will be sent."""
-        return self._closed
+        return self.ended.done()
 
     def send(self, message: ToRankLink) -> None:
         """Queue a message; drop it if the stream is closed. A full queue closes the stream."""
-        if self._closed:
+        if self.closed:
             return
         if isinstance(message, ReportAck):
             self._acknowledge(message)
@@ -68,11 +69,12 @@ class RankStream:
 
     def close(self, last: ToRankLink | None = None) -> None:
         """Send what is queued and one last message, then end the stream."""
-        if not self._closed:
+        if not self.closed:
             self._flush_ack()
         if last is not None:
             self.send(last)
-        self._closed = True
+        if not self.closed:
+            self.ended.set_result(None)
         self._wake.set()
 
     def give_way(self) -> None:
@@ -93,7 +95,7 @@ class RankStream:
     async def next(self) -> ToRankLink | None:
         """Wait for the next message to write; None at the end."""
         while not self._queue:
-            if self._closed:
+            if self.closed:
                 return None
             self._wake.clear()
             await self._wake.wait()
@@ -119,7 +121,7 @@ class RankStream:
         if self._ack_timer is not None:
             self._ack_timer.cancel()
             self._ack_timer = None
-        if ack is None or self._closed:
+        if ack is None or self.closed:
             return
         self._next_ack_at = self._loop.time() + _ACK_EVERY_S
         if self._queue and isinstance(last := self._queue[-1], ReportAck):

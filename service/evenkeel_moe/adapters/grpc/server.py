@@ -1,6 +1,7 @@
 """The gRPC server of the rank link: it reads and writes the streams, and limits them."""
 
 import asyncio
+import contextlib
 import itertools
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ from evenkeel_moe.wire.trace import trace_id_or_new
 _log = structlog.get_logger(__name__)
 _SERVICE = "evenkeel.v1.RankLink"
 _FLUSH_WITHIN_S = 2.0
-"""Time to send what is queued when a stream ends."""
+"""Time to send what is queued when a stream ends, and then its status."""
 _LARGE_BYTES = 256 * 1024
 """Messages above this are decoded in a thread: what grows with a shape must not stop the loop."""
 _RETRY_MS = 2000
@@ -146,8 +147,9 @@ class GrpcServer:
         writer = asyncio.create_task(self._write(stream, context), name=f"{name}-writer")
         reader = asyncio.create_task(self._read(stream, context), name=f"{name}-reader")
         try:
-            # The writer ends when we close the stream, the reader when the rank does.
-            await asyncio.wait((writer, reader), return_when=asyncio.FIRST_COMPLETED)
+            # The reader ends when the rank does. The writer may wait for a rank that reads nothing.
+            ends = (stream.ended, writer, reader)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             stream.close()
             await asyncio.wait((writer,), timeout=_FLUSH_WITHIN_S)
         finally:
@@ -158,7 +160,10 @@ class GrpcServer:
                 if isinstance(outcome, Exception) and not _is_hang_up(outcome):
                     _log.error("rank_stream_failed", stream=stream.number, exc_info=outcome)
         if stream.exhausted:
-            await _exhausted(context, stream.exhausted)
+            # A rank that reads nothing takes no status either.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FLUSH_WITHIN_S):
+                    await _exhausted(context, stream.exhausted)
 
     async def _write(self, stream: RankStream, context: Any) -> None:
         while (message := await stream.next()) is not None:
