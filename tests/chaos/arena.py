@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -229,21 +229,22 @@ class Arena:
                 struck.target = await self.resizes.kill_most(rng)
             case FaultKind.GROW | FaultKind.RETIRE | FaultKind.KILL_RANK:
                 struck.target = await self.resizes.do(kind, rng)
-            case FaultKind.CUT_STORE | FaultKind.SLOW_STORE:
+            case FaultKind.CUT_STORE:
                 for node in self.nodes:
-                    if kind is FaultKind.CUT_STORE:
-                        node.proxy.cut()
-                    else:
-                        node.proxy.delay_s = rng.uniform(0.02, 0.2)
+                    node.proxy.cut()
                 await asyncio.sleep(fault.seconds)
                 for node in self.nodes:
-                    node.proxy.heal()
-            case FaultKind.SLOW_LINKS:
-                for controller in self.controllers:
-                    controller.proxy.delay_s = rng.uniform(0.02, 0.3)
+                    node.proxy.connect()
+            case FaultKind.SLOW_STORE | FaultKind.SLOW_LINKS:
+                slow_store = kind is FaultKind.SLOW_STORE
+                processes: Sequence[StoreNode | ControllerProcess] = (
+                    self.nodes if slow_store else self.controllers
+                )
+                for process in processes:
+                    process.proxy.delay_s = rng.uniform(0.02, 0.2 if slow_store else 0.3)
                 await asyncio.sleep(fault.seconds)
-                for controller in self.controllers:
-                    controller.proxy.heal()
+                for process in processes:
+                    process.proxy.delay_s = 0.0
             case FaultKind.HOSTILE_CLIENTS:
                 self._start_hostile_clients(fault)
                 await asyncio.sleep(fault.seconds)
@@ -271,11 +272,11 @@ class Arena:
             case FaultKind.CUT_LEADER:
                 target.proxy.cut()
                 await asyncio.sleep(fault.seconds)
-                target.proxy.heal()
+                target.proxy.connect()
             case _:
                 target.proxy.silence()
                 await asyncio.sleep(fault.seconds)
-                target.proxy.heal()
+                target.proxy.resume()
         struck.ended = time.time()
         return struck
 

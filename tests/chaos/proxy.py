@@ -59,20 +59,28 @@ class Proxy:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:
-        """Reset every connection and each new one, until `heal`."""
+        """Reset every connection and each new one, until `connect`."""
         self._cut = True
         for writer in list(self._writers):
             writer.transport.abort()
 
+    def connect(self) -> None:
+        """Accept connections again after `cut`."""
+        self._cut = False
+
     def silence(self) -> None:
-        """Keep connections, pass nothing on, until `heal`: a network that swallows packets."""
+        """Keep connections, pass nothing on, until `resume`: a network that swallows packets."""
         self._open.clear()
 
-    def heal(self) -> None:
-        """Pass everything on again, at once."""
-        self._cut = False
-        self.delay_s = 0.0
+    def resume(self) -> None:
+        """Pass everything on again after `silence`."""
         self._open.set()
+
+    def heal(self) -> None:
+        """Pass everything on again, at once, whatever the fault was."""
+        self.connect()
+        self.resume()
+        self.delay_s = 0.0
 
     async def stop(self) -> None:
         if self._server is not None:

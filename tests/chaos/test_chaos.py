@@ -10,6 +10,7 @@ import pytest
 
 from evenkeel_moe.engines.reference.config import RankConfig
 from tests.chaos import peers
+from tests.chaos.arena import Arena
 from tests.chaos.checks import SERVING_BOUND_S, bad_logs
 from tests.chaos.operator import Operator, PlanLife
 from tests.chaos.peers import PEERS, Attack
@@ -126,6 +127,20 @@ def test_a_defect_in_a_log_is_told(event):
     controller = SimpleNamespace(name="a", rows=lambda: ([{"event": event}], []))
     (told,) = bad_logs([controller])  # type: ignore[list-item]
     assert event in told
+
+
+@pytest.mark.parametrize("kind", [FaultKind.SLOW_STORE, FaultKind.SLOW_LINKS])
+async def test_the_end_of_a_fault_ends_no_other_one(tmp_path, kind):
+    arena = Arena(tmp_path, 1)
+    try:
+        cut, silent = arena.nodes if kind is FaultKind.SLOW_STORE else arena.controllers
+        cut.proxy.cut()
+        silent.proxy.silence()
+        await arena._strike(Fault(0.0, kind, 0.0, 1))
+        assert cut.proxy._cut and not silent.proxy._open.is_set()
+        assert cut.proxy.delay_s == silent.proxy.delay_s == 0.0
+    finally:
+        await arena.stop()
 
 
 def test_a_schedule_is_a_function_of_its_seed():
