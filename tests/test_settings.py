@@ -325,6 +325,7 @@ def test_all_wrong_values_are_reported_at_once():
         "HEALTH__PLAN_STUCK_S": ("0", "greater than 0"),
         "HEALTH__BALANCEDNESS_MIN": ("nan", "a finite number"),
         "MIGRATION__MAX_BYTES_PER_S": ("inf", "a finite number"),
+        "PLANNER__COPY_BYTES_PER_S": ("inf", "a finite number"),
         "PLANNER__COPY_COST_TOKENS": ("inf", "a finite number"),
         "PLANNER__CROSS_NODE_FACTOR": ("inf", "a finite number"),
     }

@@ -169,7 +169,7 @@ class PlannerSettings:
     window.plan_steps. A plan on fewer is refined when twice as many are known."""
     lifetime_steps: Count = 1000
     """Steps that a placement is expected to last, which share the cost of its copies."""
-    copy_bytes_per_s: Annotated[float, Field(gt=0)] = 5e9
+    copy_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5e9
     """Assumed rate of copies between ranks, for their cost in seconds."""
     copy_cost_tokens: NotNegative = 200.0
     """Cost of one copy if ranks measure no compute time. If it is too low, plans copy for little
