@@ -74,6 +74,7 @@ async def run_chaos(
     fds_before = None if peers else _own_descriptors()
     end_operator, end_watch = asyncio.Event(), asyncio.Event()
     tasks: list[asyncio.Task[None]] = []
+    plays: list[asyncio.Task[None]] = []
     try:
         await arena.start()
         fds = {c.name: _descriptors(arena, c) for c in arena.controllers}
@@ -85,20 +86,21 @@ async def run_chaos(
             asyncio.create_task(arena.operator.run(end_operator), name="operator"),
             asyncio.create_task(arena.dump_store(end_watch), name="dumps"),
         ]
-        others = [asyncio.create_task(arena.play(faults, began, say)) for faults in (main, noise)]
+        plays = [asyncio.create_task(arena.play(faults, began, say)) for faults in (main, noise)]
+        others = tuple(plays)
 
         def others_are_over() -> bool:
             # Drawn resizes are more than a busy machine can do in time; a given list is done whole.
             over = time.time() > began + seconds and all(play.done() for play in others)
             return over and schedule is None
 
-        resizing = asyncio.create_task(arena.play(resizes, began, say, others_are_over))
+        plays.append(asyncio.create_task(arena.play(resizes, began, say, others_are_over)))
         if peers:
             attack = Attack(await arena.target(), arena.controllers, seed)
             await attack.run(seconds)
             _note_attack(attack, result)
         # A fault waits for a plan and for what it struck, so a busy machine takes longer.
-        await _all([*others, resizing], tasks, 1.5 * seconds + 240)
+        await _all(plays, tasks, 1.5 * seconds + 240)
         await _check_living(arena, result, fds, end_operator, tasks)
         end_watch.set()
         await _all(tasks, [], 30)
@@ -109,9 +111,9 @@ async def run_chaos(
     except Exception as error:
         result.broken.append(f"{type(error).__name__}: {error}"[:3000])
     finally:
-        for task in tasks:
+        for task in (*plays, *tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*plays, *tasks, return_exceptions=True)
         codes = await arena.stop()
     result.broken += [
         f"{name} ended with code {codes[name]}"

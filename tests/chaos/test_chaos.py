@@ -5,11 +5,12 @@ import random
 import uuid
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from evenkeel_moe.engines.reference.config import RankConfig
-from tests.chaos import peers
+from tests.chaos import peers, run
 from tests.chaos.arena import Arena
 from tests.chaos.checks import SERVING_BOUND_S, bad_logs
 from tests.chaos.operator import Operator, PlanLife
@@ -127,6 +128,33 @@ def test_a_defect_in_a_log_is_told(event):
     controller = SimpleNamespace(name="a", rows=lambda: ([{"event": event}], []))
     (told,) = bad_logs([controller])  # type: ignore[list-item]
     assert event in told
+
+
+async def test_no_fault_begins_once_a_run_has_failed(tmp_path, monkeypatch):
+    playing = set()
+
+    class FailingArena(Arena):
+        async def start(self) -> None:
+            failing = AsyncMock(side_effect=AssertionError("the operator failed"))
+            self.controllers = []
+            self.operator = Mock(run=failing, plans=[], faults=[], answers={})
+
+        look_after = dump_store = AsyncMock()
+
+        async def play(self, *_args: object) -> None:
+            playing.add(asyncio.current_task())
+            try:
+                await asyncio.Event().wait()
+            finally:
+                playing.discard(asyncio.current_task())
+
+        async def stop(self) -> dict[str, int]:
+            assert not playing
+            return await super().stop()
+
+    monkeypatch.setattr(run, "Arena", FailingArena)
+    result = await run_chaos(tmp_path, 1, 0.0, least_resizes=0)
+    assert result.broken[0] == "AssertionError: the operator failed"
 
 
 @pytest.mark.parametrize("kind", [FaultKind.SLOW_STORE, FaultKind.SLOW_LINKS])
