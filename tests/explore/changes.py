@@ -22,12 +22,12 @@ def to_rank(draft: Draft, *, rank: int, stream: Stream, keep: bool = False) -> N
 
 def to_leader(
     draft: Draft, *, rank: int, stream: Stream, who: str, keep: bool = False,
-    failing_from: int | None = None,
+    failing_from: int | None = None, happened: int = 0,
 ) -> None:  # fmt: skip
     """Deliver the first message of a stream to its leader."""
     if not keep:
         take_off(draft, rank=rank, stream=stream, way="up")
-    draft.leader_event(who, leader_message(rank, stream), failing_from)
+    draft.leader_event(who, leader_message(rank, stream), failing_from, happened)
 
 
 def leader_message(rank: int, stream: Stream) -> tuple:

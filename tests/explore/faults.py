@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 from evenkeel_moe.protocol.messages import Hello
 from evenkeel_moe.protocol.transitions import ControlState
@@ -120,14 +121,15 @@ def take_lease(draft: Draft) -> None:
 
 
 def _write(view: View) -> Iterator[Fault]:
-    """The store does not take the writes of an event, from any of them on."""
+    """The writes of an event fail, from any of them on; the first of these may have happened."""
     for rank, stream, event in _deliveries(view):
         asked = view.tables.leaders.step(view.leader, event).asked
-        for first in range(asked):
-            words = Event(f"{first} and later on message of rank", rank, stream.up[0])
+        deliver = partial(to_leader, rank=rank, stream=stream, who="leader")
+        for first, happened in product(range(asked), (0, 1)):
+            name = f"{first}{' (happened)' if happened else ''} and later on message of rank"
             yield (
-                words,
-                partial(to_leader, rank=rank, stream=stream, who="leader", failing_from=first),
+                Event(name, rank, stream.up[0]),
+                partial(deliver, failing_from=first, happened=happened),
             )
 
 

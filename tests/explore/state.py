@@ -240,8 +240,15 @@ class Draft:
 
     # --- leaders ----------------------------------------------------------------------------------
 
-    def leader_event(self, who: str, event: tuple, failing_from: int | None = None) -> int:
-        """Give a leader an event, and carry its effects out; return the writes it asked for."""
+    def leader_event(
+        self, who: str, event: tuple, failing_from: int | None = None, happened: int = 0
+    ) -> int:
+        """Give a leader an event, and carry its effects out; return the writes it asked for.
+
+        Args:
+            failing_from: the number of the first write that fails; None for none.
+            happened: how many of the writes that fail reach the store all the same.
+        """
         tables = self.tables
         state = getattr(self, who)
         term = tables.leaders.facts[state].term
@@ -252,7 +259,8 @@ class Draft:
         if step.asked and event[0] != "lead" and term < tables.stores.term(self.store):
             self.loses_lease(who)
             return 0
-        self._write(step.writes)
+        asked = tables.leaders.step(state, event).writes
+        self._write(asked[: len(step.writes) + happened])
         for wave in step.ended:
             self.change(history=self.around.history.end(wave.wave, wave.committed))
         for rank, stream, number in step.sends:

@@ -18,9 +18,11 @@ from tests.explore.invariants import (
     TORN_MAP,
     UNMATCHED_OPERATION,
     WRONG_BYTES,
+    Violation,
 )
 from tests.explore.small import placement_of, plan_of
 from tests.explore.state import Draft
+from tests.explore.view import View
 from tests.explore.world import Size
 from tests.sim.kit import Kit
 from tests.sim.mutants import BY_NAME, RULES
@@ -107,6 +109,22 @@ def test_way_to_a_broken_invariant_names_the_true_ranks(capsys):
     for rank in (0, 1):
         assert sum(f"copies arrive at rank {rank}" in line for line in events) == 1
         assert sum(f"to rank {rank}: Commit wave=plan1/0" in line for line in events) == 1
+
+
+def test_a_write_that_fails_may_have_happened():
+    searched = search(Kit(), Size(2, 1, 1, frozenset({"write"})))
+    searched.run()
+    tables, differ = searched.world.tables, 0
+    for state in searched.states:
+        stores = {
+            (event.name, event.rank): View(tables, after).store
+            for event, _, after in searched.world.successors(state)
+            if not isinstance(after, Violation)
+        }
+        for (name, rank), store in stores.items():
+            if " (happened)" in name:
+                differ += store != stores[name.replace(" (happened)", ""), rank]
+    assert differ
 
 
 def test_new_attribute_becomes_part_of_a_state():
