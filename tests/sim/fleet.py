@@ -62,6 +62,7 @@ class Fleet:
         """The version of the weights."""
         self.saved: list = []
         self.restarting = False
+        self.stopped = False
         self.reload: set | None = None
         """The ranks that permit a reload that was asked for; None if there is none."""
         self.loading = 0
@@ -90,7 +91,9 @@ class Fleet:
         self.begin(epoch, placement, [])
 
     def begin(self, epoch: Epoch, placement: Placement, lineages: list) -> None:
-        """Begin a new generation."""
+        """Begin a new generation, unless the group was ended for good."""
+        if self.stopped:
+            return
         world = self.world
         self.restarting = False
         self.generations += 1
@@ -129,8 +132,8 @@ class Fleet:
         world.after(self.step_s, self.step, self.generation)
 
     def stop(self) -> None:
-        """End the group for good."""
-        self.restarting = True
+        """End the group for good, also if its restart is under way."""
+        self.restarting = self.stopped = True
         for rank in (*self.ranks, *self.arriving):
             rank.die()
 
