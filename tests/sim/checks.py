@@ -147,7 +147,8 @@ class Checks:
                     RECORDS_DISAGREE,
                     f"{record.plan.plan_id} has wave {index} as committed, no rank has",
                 )
-            self.kept.add(record.plan.key(index))
+            if rightful:
+                self.kept.add(record.plan.key(index))
         if record.phase.terminal and rightful and key not in self.disputed:
             for index in range(done, len(record.plan.waves)):
                 if record.plan.key(index) in self.kept:
