@@ -1,4 +1,4 @@
-"""What benches write: reports of some sections, shares of no plan, and ages of late messages."""
+"""Benches keep the rows of other sections, report no share of no plan, and count late messages."""
 
 import asyncio
 import time

@@ -5,7 +5,6 @@ import random
 import uuid
 from collections import Counter
 from types import SimpleNamespace
-from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -133,13 +132,20 @@ def test_a_defect_in_a_log_is_told(event):
 async def test_no_fault_begins_once_a_run_has_failed(tmp_path, monkeypatch):
     playing = set()
 
+    async def fails(*_arguments: object) -> None:
+        raise AssertionError("the operator failed")
+
     class FailingArena(Arena):
         async def start(self) -> None:
-            failing = AsyncMock(side_effect=AssertionError("the operator failed"))
             self.controllers = []
-            self.operator = Mock(run=failing, plans=[], faults=[], answers={})
+            operator = SimpleNamespace(run=fails, plans=[], faults=[], answers={})
+            self.operator = operator  # type: ignore[assignment]
 
-        look_after = dump_store = AsyncMock()
+        async def look_after(self, *_arguments: object) -> None:
+            """Judge nothing: no process runs."""
+
+        async def dump_store(self, *_arguments: object) -> None:
+            """Read nothing: no store runs."""
 
         async def play(self, *_args: object) -> None:
             playing.add(asyncio.current_task())

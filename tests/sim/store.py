@@ -63,7 +63,7 @@ class SimStore:
         self.shelf = Shelf()
         self._before_last: Shelf | None = None
         self._lost_answers = random.Random(f"store {world.seed}")
-        """Of its own, so that the other draws of a seed stay the same."""
+        """A generator of its own leaves the other draws of a seed as they were."""
 
     # --- faults -----------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class RankSession:
         self.trouble = ""
         """The reason for which the rank takes no waves; empty while it takes them."""
         self.numbers = RankNumbers(hello.device, hello.weight_format)
-        """What it told of its time."""
+        """The figures that the rank told of its time."""
         self.kv_cache: KvCache | None = None
         """The KV cache of the engine; None until the rank tells it."""
         self._sessions = sessions

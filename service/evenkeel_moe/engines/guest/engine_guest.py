@@ -75,7 +75,7 @@ class EngineGuest(HostEngine, ABC):
         """None if the seconds of the experts are not measured."""
         self._top_k = 1
         self._slots = slice(0)
-        """Of this rank."""
+        """The slots of this rank, among those of a layer."""
         self._step = 0
         self._due = False
         """The engine must start a rebalance at the current step."""

@@ -126,7 +126,11 @@ class CycleInputs(GateInputs):
 
     @property
     def policy_inputs(self) -> PolicyInputs:
-        """What `policy` looks at, by its options; raises InvalidInput if there is no such."""
+        """The inputs that `policy` reads under its options.
+
+        Raises:
+            InvalidInput: there is no such policy, or it has no such option.
+        """
         return find_policy(self.policy).inputs_with(self.own_options)
 
     @property
