@@ -142,6 +142,21 @@ def test_ranks_that_disagree_are_refused_with_the_numbers(changes, reason, words
     assert words in second.detail and members.generation is None
 
 
+def test_a_rank_is_not_compared_with_the_checksums_before_a_repeated_reload():
+    """R4: a reload that left no checksums is repeated as the same version."""
+
+    def loaded(rank, digest):
+        return hello_of(rank, weights_version=2, checksums_digest=digest)
+
+    members, _ = group(loaded(0, "none yet"), loaded(1, "none yet"))
+    for rank in (0, 1):
+        members.report(state_of(rank, weights_version=2))
+    assert members.register(loaded(0, "of 2"), 20, 0.0).accepted
+    refused = members.register(loaded(1, "other"), 21, 0.0)
+    assert refused.reason is Reason.CHECKSUM_MISMATCH, "rank 0 has told those of the reload"
+    assert members.register(loaded(1, "of 2"), 22, 0.0).accepted
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -50,6 +50,8 @@ class Member:
     last_seen: float
     """Monotonic seconds of the last message on its stream."""
     weights_version: int
+    checksums_digest: str | None
+    """As its Hello told it; None once it has loaded weights again, whose digest it has not told."""
     trouble: str = ""
     """The reason why the rank refuses every wave, from its newest heartbeat; empty if none."""
     closed_at: float | None = None
@@ -125,7 +127,7 @@ class Membership:
         equal = (one.shape for one in hellos if one.identity.generation == generation)
         hello = replace(hello, shape=next(equal, hello.shape))
         (self.members if registered else self._beyond)[rank] = Member(
-            hello, stream, now, hello.weights_version, trouble
+            hello, stream, now, hello.weights_version, hello.checksums_digest, trouble
         )
         everyone = len(self.members) + len(self._beyond)
         # The cheap comparison first: this runs for every Hello of every rank.
@@ -169,6 +171,9 @@ class Membership:
         if member is not None and member.hello.identity == state.identity:
             # Without the placement and the checksums, which are megabytes.
             member.state = replace(state, placement=None, checksums=None)
+            # A reload is told unasked. One that left no checksums is repeated as the same version.
+            if state.query == 0 or state.weights_version != member.weights_version:
+                member.checksums_digest = None
             member.weights_version = state.weights_version
             if state.identity.generation == self.generation:
                 self._furthest = max(self._furthest, state.step)
@@ -340,11 +345,12 @@ class Membership:
             equal_shape = other.shape
             if conflict := _lineage_conflict(hello, other):
                 return Admission(False, Reason.SHAPE_DISAGREES, conflict)
-            same_version = other.weights_version == hello.weights_version
-            if same_version and other.checksums_digest != hello.checksums_digest:
+            same_version = member.weights_version == hello.weights_version
+            told = member.checksums_digest
+            if same_version and told not in (None, hello.checksums_digest):
                 detail = (
                     f"weights {hello.weights_version}: rank {rank} has {hello.checksums_digest},"
-                    f" rank {other.identity.rank} {other.checksums_digest}"
+                    f" rank {other.identity.rank} {told}"
                 )
                 return Admission(False, Reason.CHECKSUM_MISMATCH, detail)
         return None
