@@ -327,17 +327,19 @@ async def test_approve_and_cancel_repeated_after_a_failure_do_nothing_twice(rig)
 
 
 class Evacuations(InlinePlanner):
-    """Calculates for all ranks the evacuation that changes one slot."""
+    """Calculates for all ranks the evacuation that changes one slot, until it is changed."""
 
     meanwhile = None
+    target = AFTER_ONE
 
     async def run(self, function, *arguments):
         if function is not build_evacuation:
             return function(*arguments)
+        target = self.target
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is not None:
             await meanwhile()
-        return arguments[1], AFTER_ONE, plan_of(1).waves
+        return arguments[1], target, () if arguments[0].current == target else plan_of(1).waves
 
 
 @pytest.fixture
@@ -382,6 +384,24 @@ async def test_an_aborted_evacuation_is_not_repeated_under_its_id(rig, evacuatio
     assert caught.value.reason is Reason.WRONG_PHASE
     await evacuate(rig, 1, "other")
     await until(lambda: rig.ranks.placement == AFTER_ONE)
+
+
+async def test_an_evacuation_that_is_aborted_while_its_repetition_is_planned_moves_nothing_more(
+    rig, evacuations
+):
+    """The placement has changed meanwhile, and experts still live there alone."""
+
+    async def others():
+        await abort_evacuation(rig, 1, "mine")
+        await evacuate(rig, 1, "other")
+        await until(lambda: rig.ranks.placement == AFTER_ONE)
+        await rig.at_rest()
+        evacuations.target = BASE
+
+    evacuations.meanwhile = others
+    with pytest.raises(Conflict, match="plan mine is aborted.*ranks 1 alone") as caught:
+        await evacuate(rig, 1, "mine")
+    assert caught.value.reason is Reason.WRONG_PHASE
 
 
 async def test_while_ranks_retire_others_are_refused_whatever_the_id(rig, evacuations):

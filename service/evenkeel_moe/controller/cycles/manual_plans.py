@@ -170,9 +170,9 @@ class ManualPlanner:
         known = None
         if waves and self.control.hold.retiring in (None, retiring):
             known = await self._repeated(request.plan_id, digest)
-        # The evacuation may have moved the experts while this one was calculated.
-        stands = self.control.placement == base.placement
-        if known is not None and known.phase.terminal and stands:
+        if known is not None and known.phase.terminal:
+            if self.control.placement != base.placement:
+                return await self.resize(request)  # The experts may live elsewhere by now.
             raise Conflict(
                 f"plan {request.plan_id} is {known.phase_text}, and experts live on ranks"
                 f" {numbered(retire)} alone: name another plan_id, or none"
