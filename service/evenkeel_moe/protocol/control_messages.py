@@ -359,6 +359,8 @@ class WaveEnded:
     wave: WaveKey
     committed: bool
     reason: Reason
+    newly_counted: bool = True
+    """False if the record of a committed wave's plan counted it before, or had ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,18 @@ async def test_a_plan_that_is_measured_has_not_ended_again():
     assert len(ended) == 1
 
 
+async def test_a_wave_that_a_new_leader_finds_is_counted_once_and_its_duration_is_not_known():
+    _, deployment, _ = await leading()
+    counted = []
+    deployment.executor.log.metrics.wave_committed = lambda *args: counted.append(args)  # type: ignore[method-assign]
+    deployment.control.records.add(plan_of(), PlanPhase.MIGRATING, Reason.PLAN_STARTED, 0.0)
+    for index, newly_counted in ((0, False), (1, True), (1, True)):
+        wave = key_of(index=index)
+        ended = ctl.WaveEnded(wave, True, Reason.COMMITTED, newly_counted)
+        deployment.executor.perform(ended)
+    assert [(seconds, moves) for _, seconds, moves, _ in counted] == [(None, 1)]
+
+
 async def test_an_acknowledgement_that_is_repeated_is_no_stall_of_a_step():
     _, deployment, _ = await leading()
     stalls = []

@@ -304,6 +304,7 @@ def found_and_acked(stored):
 def test_wave_found_and_committed_is_counted_though_the_group_restarts_before_it_is_asked_again():
     control, actions = found_and_acked(stored_plan())
     assert only(actions, ctl.PersistPlan).record.waves_committed == 1
+    assert only(actions, ctl.WaveEnded).newly_counted
     restarts(control, (1, BASE), (1, BASE))
     assert progress(control) == (PlanPhase.ABORTED, 1)
     assert record(control).reason is Reason.GENERATION_CHANGED
@@ -312,8 +313,9 @@ def test_wave_found_and_committed_is_counted_though_the_group_restarts_before_it
 def test_found_wave_of_another_life_of_the_plan_id_is_not_counted():
     stored = stored_plan()
     moved = dataclasses.replace(stored.plans[0].plan, base_epoch=Epoch(7))
-    control, _ = found_and_acked(stored_plan(plan=moved))
+    control, actions = found_and_acked(stored_plan(plan=moved))
     assert record(control).waves_committed == 0
+    assert not only(actions, ctl.WaveEnded).newly_counted
 
 
 @pytest.mark.parametrize(

@@ -360,6 +360,13 @@ def test_what_a_recovery_learns_of_a_plan_is_stored_at_once():
     assert only(actions, ctl.PersistPlan).record.waves_committed == 1
 
 
+@pytest.mark.parametrize(("before", "found"), [(0, [0, 1]), (1, [1]), (2, [])])
+def test_the_waves_that_a_recovery_counts_are_told(before, found):
+    control = control_of(S.RECOVERING, stored_plans({"waves_committed": before}))
+    ended = of_kind(answer_queries(control, **after_wave(1)), ctl.WaveEnded)
+    assert ended == [ctl.WaveEnded(key_of(index=i), True, Reason.COMMITTED) for i in found]
+
+
 @pytest.mark.parametrize(
     ("counted", "agreed", "events"),
     [(0, True, ["wave_committed", "ended"]), (0, False, ["ended"]), (1, False, ["ended"])],

@@ -202,9 +202,15 @@ class ControllerMetrics(Collector):
         """Count one finished cycle; `reason` is from the closed list."""
         self._count("evenkeel_decisions_total", 1, deployment, reason)
 
-    def wave_committed(self, deployment: str, seconds: float, moves: int, nbytes: int) -> None:
-        """Count one committed wave: its duration [s], copies between ranks and their bytes."""
-        self._observe("evenkeel_wave_duration_seconds", deployment, seconds)
+    def wave_committed(
+        self, deployment: str, seconds: float | None, moves: int, nbytes: int
+    ) -> None:
+        """Count one committed wave: its duration [s], copies between ranks and their bytes.
+
+        The duration is None for a wave that began under another leader.
+        """
+        if seconds is not None:
+            self._observe("evenkeel_wave_duration_seconds", deployment, seconds)
         self._count("evenkeel_moves_total", moves, deployment)
         self._count("evenkeel_migrated_bytes_total", nbytes, deployment)
 

@@ -73,15 +73,18 @@ class ActionLog:
             reason=ended.reason,
         )
         record = self.control.records.by_id.get(wave.plan_id)
-        if not committed or began is None or record is None:
+        # The store may have lost that this replica counted it under an earlier term.
+        counted = not ended.newly_counted or wave in self._logged
+        if not committed or counted or record is None:
             return
+        self._logged.append(wave)
         plan = record.plan
         per_rank = plan.target.slots_per_rank
         body = plan.waves[wave.wave_index]
         moves = sum(t.src_slot // per_rank != t.dst_slot // per_rank for t in body.transfers)
-        self.metrics.wave_committed(
-            self.control.deployment, self.clock.monotonic() - began, moves, body.nbytes(per_rank)
-        )
+        took_s = None if began is None else self.clock.monotonic() - began
+        nbytes = body.nbytes(per_rank)
+        self.metrics.wave_committed(self.control.deployment, took_s, moves, nbytes)
 
     def wave_health(self, health: ctl.WaveHealth) -> None:
         """Log that a wave waits, or runs again."""

@@ -279,8 +279,9 @@ class PlanExecutor:
             case CoordinatorState.COMMITTING:
                 return self._record_agreement(coordinator.wave, now)
             case CoordinatorState.COMMITTED:
-                ended = WaveEnded(coordinator.wave, True, coordinator.reason)
-                return [*self._record_commit(now), ended]
+                changes = self._record_commit(now)
+                ended = WaveEnded(coordinator.wave, True, coordinator.reason, bool(changes))
+                return [*changes, ended]
             case CoordinatorState.ABORTED:
                 return [WaveEnded(coordinator.wave, False, coordinator.reason)]
             case _:

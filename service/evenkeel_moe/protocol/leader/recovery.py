@@ -230,8 +230,9 @@ class Recovery:
         actions: list[ControlAction] = []
         if waves != record.waves_committed:
             detail = f"epoch {group.epoch}"
+            found = range(record.waves_committed, waves)
             change = records.change(record, "recovered", unix, waves_committed=waves, detail=detail)
-            actions.append(change)
+            actions += [change, *(WaveEnded(plan.key(i), True, Reason.COMMITTED) for i in found)]
             record = change.record
         if plan.key(waves) in executor.aborted_found:
             return [*actions, records.end(record, Reason.WAVE_DROPPED, unix, "ended by a recovery")]
