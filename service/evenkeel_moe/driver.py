@@ -149,9 +149,13 @@ class Driver:
                         async with asyncio.timeout(tick_at - now):
                             await self._wake.wait()
         finally:
-            self._end()
+            self.close()
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """Take no more events and calls, and give back those that wait.
+
+        For who cancels `run`, which may not have begun.
+        """
         self._ended = True
         for waiting, processed in self._inbox:
             if processed is not None:

@@ -11,7 +11,7 @@ from evenkeel_moe.adapters.clock import SystemClock
 from evenkeel_moe.controller.deployment.deployment import Deployment
 from evenkeel_moe.controller.ingest.group_loads import shape_document
 from evenkeel_moe.controller.ingest.group_memory import memory_together
-from evenkeel_moe.errors import Reason
+from evenkeel_moe.errors import Reason, Unavailable
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.ids import DeploymentId, Epoch, EpRank, Generation
 from evenkeel_moe.model.load import Phase
@@ -19,13 +19,13 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.protocol import control_messages as ctl
 from evenkeel_moe.protocol.leader.plan_records import PlanRecords
-from evenkeel_moe.protocol.messages import Ack, Leader, MovedAnswers, QueryState
+from evenkeel_moe.protocol.messages import Ack, Leader, MovedAnswers, QueryState, Tick
 from evenkeel_moe.protocol.transitions import ControlState
 from tests.contracts.memory_store import MemoryStore
 from tests.contracts.test_stores import make_window
 from tests.controller.replicas import DEMO, ONE, TWO, feed, make_registry, replicas
 from tests.protocol.machines import hello_of, key_of, plan_of, prepare_of
-from tests.waiting import until
+from tests.waiting import deadline, until
 
 HOLD = ctl.PersistDocument("control", {"held": True, "frozen_until": 0.0})
 
@@ -96,6 +96,20 @@ async def test_of_a_new_deployment_only_the_replica_that_leads_it_stores_whateve
     )
     assert await deployment.executor.persist([HOLD]) == ()
     assert await store.deployments() == [DEMO]
+
+
+async def test_a_deployment_that_stops_as_it_starts_leaves_nobody_waiting():
+    """Its tasks are cancelled before their first step."""
+    registry = make_registry(
+        MemoryStore(SystemClock()), spawn=lambda work, name: asyncio.create_task(work, name=name)
+    )
+    deployment = registry.add(DEMO)
+    processed: list[bool] = []
+    deployment.inbox.post(Tick(), lambda: processed.append(True))
+    await deployment.stop()
+    assert processed
+    with pytest.raises(Unavailable, match="the controller is stopping"):
+        await asyncio.wait_for(deployment.inbox.call(lambda now: (None, ())), deadline(5))
 
 
 async def test_a_waves_map_is_learned_as_it_begins(monkeypatch):

@@ -341,6 +341,7 @@ class Deployment:
             forget: this replica does not take the deployment up again when it restarts.
         """
         await end_tasks(self._tasks)
+        self.driver.close()
         self.loads.ingest.close()
         await self.leadership.release(forget=forget)
 
