@@ -115,6 +115,16 @@ async def test_a_caller_with_its_own_deadline_can_ask_whether_the_kernels_are_lo
     pool.close()
 
 
+async def test_a_call_that_waits_for_the_kernels_is_told_that_the_pool_was_closed():
+    pool = PlannerPool(1, deadline_s=30)
+    call = asyncio.create_task(pool.run(double, 3))
+    await until(lambda: pool._warming is not None)
+    pool.close()
+    with pytest.raises(Unavailable, match="its processes were ended") as caught:
+        await asyncio.wait_for(call, deadline(30))
+    assert caught.value.reason is Reason.PLANNER_FAILED
+
+
 async def test_a_plan_that_takes_too_long_is_given_up_with_its_process():
     pool = ForkedPlanner(1, deadline_s=30)
     worker = await pool.run(whoami, 0)

@@ -130,13 +130,14 @@ class PlannerPool:
         """Return the processes once their kernels are compiled.
 
         Raises:
-            Unavailable: the processes do not start.
+            Unavailable: the processes do not start, or were ended meanwhile.
         """
         executor, warming = self._begin()
-        # Shielded, because other calls may wait for it too.
-        await asyncio.shield(warming)
+        # Not awaited itself: other calls may wait for it too, and its end by `close` is not theirs.
+        await asyncio.wait({warming})
         if self._pool is not executor:
-            raise Unavailable(f"planner: {self.fault}", Reason.PLANNER_FAILED)
+            fault = self.fault or "its processes were ended"
+            raise Unavailable(f"planner: {fault}", Reason.PLANNER_FAILED)
         return executor
 
     def _begin(self) -> tuple[ProcessPoolExecutor, asyncio.Task[None]]:
