@@ -450,3 +450,12 @@ def test_the_memory_is_bounded(names):
     for name in names:
         failures.note(DeploymentId(str(name)), ValueError(), 0.0)
     assert len(failures._newest) <= 1024
+
+
+def test_the_series_of_failures_that_made_room_for_newer_ones_end_too():
+    failures = DeploymentFailures()
+    names = [DeploymentId(str(number)) for number in range(1026)]
+    for name in [*names, names[1]]:
+        failures.note(name, ValueError(), 0.0)
+    assert set(failures.expire(0.0, 1.0)) == {names[0], names[2]}, "the second failed again"
+    assert failures.expire(0.0, 1.0) == []

@@ -61,6 +61,8 @@ class DeploymentFailures:
     def __init__(self, first_pause_s: float = 5.0) -> None:
         self._first_pause_s = first_pause_s
         self._newest: dict[DeploymentId, Failure] = {}
+        self._dropped: set[DeploymentId] = set()
+        """The names for which there was no place, until `expire` returns them."""
 
     def note(self, name: DeploymentId, error: BaseException, now: float) -> Failure:
         """Remember a failure and return it with its pause."""
@@ -71,7 +73,9 @@ class DeploymentFailures:
         failure = Failure(f"{type(error).__name__}: {error}"[:300], pause_s, now)
         self._newest[name] = failure
         while len(self._newest) > _MOST_NAMES:
-            del self._newest[next(iter(self._newest))]
+            oldest = next(iter(self._newest))
+            del self._newest[oldest]
+            self._dropped.add(oldest)
         return failure
 
     def waiting(self, name: DeploymentId, now: float) -> Failure | None:
@@ -80,14 +84,20 @@ class DeploymentFailures:
         return failure if failure is not None and failure.left_s(now) > 0 else None
 
     def expire(self, now: float, after_s: float) -> list[DeploymentId]:
-        """Drop the failures of that age that lengthen no pause any more; return their names."""
-        old = [
+        """Drop the failures of that age that lengthen no pause any more.
+
+        Returns:
+            Their names, and those of the oldest failures that made room for newer ones.
+        """
+        old = [*(self._dropped - self._newest.keys())]
+        self._dropped.clear()
+        old += [
             name
             for name, one in self._newest.items()
             if now - one.at >= max(after_s, one.pause_s + _SOUND_AFTER_S)
         ]
         for name in old:
-            del self._newest[name]
+            self._newest.pop(name, None)
         return old
 
 
