@@ -374,6 +374,8 @@ class WaveHealth:
     stalled: bool
     reason: Reason | None
     detail: str = ""
+    ranks: tuple[EpRank, ...] = ()
+    """The ranks it waits for, if it is because of them."""
 
 
 @dataclass(frozen=True, slots=True)

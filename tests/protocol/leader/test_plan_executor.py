@@ -20,6 +20,7 @@ from tests.protocol.machines import (
     AFTER_ONE,
     AFTER_TWO,
     BASE,
+    CONTROL_TIMING,
     SHAPE,
     Operator,
     abort_answers,
@@ -200,6 +201,22 @@ def test_plan_without_quorum_stalls_with_the_reason_and_goes_on():
     actions = control.handle(msg.Tick(), 14.1)
     assert record(control).phase is PlanPhase.MIGRATING
     assert len(prepares(actions)) == 2
+
+
+def test_the_story_of_a_plan_that_waits_names_the_ranks_that_came_to_be_missing():
+    """R14."""
+    control = control_of()
+    control.handle(from_rank(1, hello_of(1), stream=40), 3.5)
+    Operator(control).submit(plan_of(), 3.5, approve=True)
+    for now in (14.0, 15.0, 16.0):
+        control.handle(ctl.RankHeard(EpRank(1), 1, 40), now)
+        control.handle(msg.Tick(), now)
+    control.handle(msg.Tick(), 30.0)
+    control.handle(ctl.RankHeard(EpRank(1), 1, 40), 31.0)
+    control.handle(msg.Tick(), 31.0)
+    details = [row["detail"] for row in record(control).story if row["event"] == "stalled"]
+    lease_s = CONTROL_TIMING.rank_lease_s
+    assert details == [f"ranks {ranks} not heard for {lease_s:g} s" for ranks in ([0], [0, 1])]
 
 
 def test_plan_that_ends_while_it_waits_to_begin_is_refused_and_not_aborted():
