@@ -155,7 +155,9 @@ class ManualPlanner:
             named = before.ranks
         if active is not None and active.plan.kind is PlanKind.EVACUATION and before is not None:
             if tuple(sorted(named)) == before.ranks:
-                return
+                # Writes of the first request that failed are tried again.
+                again = ctl.RequestRepeated(active.plan.plan_id, active.request_digest)
+                return await self.inbox.request(again)
         self.control.require_free(PlanKind.EVACUATION, self.shared.clock.monotonic())
         await self.shared.planner.wait_until_warm()
         inputs = self.builder.build(base, self.control.policy.policy, PlanLimits())
