@@ -399,6 +399,14 @@ def test_staged_bytes_are_those_of_the_running_wave():
     assert control.as_leader.executor.staged == {}, "the plan has ended"
 
 
+def test_what_a_group_staged_that_restarted_is_not_staged_any_more():
+    control = control_of(S.MIGRATING)
+    control.handle(from_rank(0, msg.StagingProgress(key_of(), 1, 10)), 0.1)
+    assert control.staged == {0: (1, 10)}
+    restarts(control)
+    assert control.staged == {}
+
+
 def test_nothing_is_staged_between_two_waves():
     control = control_of()
     Operator(control).submit(plan_of(), 0.0, approve=True)

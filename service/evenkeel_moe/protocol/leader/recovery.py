@@ -161,7 +161,7 @@ class Recovery:
         """
         executor, records = self.executor, self.executor.records
         last, executor.coordinator = executor.coordinator, None
-        executor.group = None
+        executor.group, executor.staged = None, {}
         dropped = last.wave if last is not None and last.is_dropped else None
         unix = now + executor.unix_offset_s
         detail = f"the group restarted as {executor.membership.generation}"
