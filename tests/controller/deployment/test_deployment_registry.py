@@ -245,6 +245,22 @@ async def test_a_deployment_that_fails_ends_alone_and_starts_again_after_a_pause
         assert one.member is not broken
 
 
+async def test_a_rank_does_not_start_a_deployment_that_failed_while_the_store_was_asked():
+    async with replicas("a") as (one, store):
+        has_records = store.has_records
+
+        async def fails_meanwhile(name):
+            now = one.registry.shared.clock.monotonic()
+            one.registry.failures.note(name, ValueError("a bug of ours"), now)
+            return await has_records(name)
+
+        store.has_records = fails_meanwhile  # type: ignore[method-assign]
+        refused = await attached(one, hello_of(0), 50)
+        assert refused is not None and refused.reason is Reason.DEPLOYMENT_FAILED
+        assert not one.registry.deployments
+        one.registry.failures = DeploymentFailures()
+
+
 @pytest.mark.fault(
     "a deployment that failed and never came back",
     "the alert that nobody leads it fired until the controller restarted",

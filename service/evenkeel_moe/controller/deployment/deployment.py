@@ -180,10 +180,8 @@ class Connectivity:
 
     def check(self) -> None:
         """Give the lease up if no rank was heard for a whole lease; call a few times a second."""
-        now, membership = self.shared.clock.monotonic(), self.control.membership
-        if not self.keeper.leading or any(
-            membership.fresh(rank, now) for rank in membership.members
-        ):
+        now = self.shared.clock.monotonic()
+        if not self.keeper.leading or self.control.membership.any_fresh(now):
             self._heard_at = now
         if not self.alone and now - self._heard_at > self.control.timing.rank_lease_s:
             self._heard_at = now

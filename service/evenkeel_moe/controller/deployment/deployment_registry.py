@@ -352,17 +352,18 @@ class DeploymentRegistry:
     async def attach(self, hello: Hello, stream: RankStream) -> RankSession | None:
         """Register the stream of a rank; return None if it was turned away."""
         name = hello.identity.deployment
+        if not self._has_streams(hello, stream):
+            return None
+        known: bool | None = True
+        if name not in self.deployments:
+            known = await self._has_records(name)
+        # After the store was asked: the deployment may have failed meanwhile.
         now = self.shared.clock.monotonic()
         failure = self.failures.waiting(name, now)
         if failure is not None:
             detail = f"{failure.detail}; {name} starts again in {failure.left_s(now):.0f} s"
             self._refuse(stream, Reason.DEPLOYMENT_FAILED, detail)
             return None
-        if not self._has_streams(hello, stream):
-            return None
-        known: bool | None = True
-        if name not in self.deployments:
-            known = await self._has_records(name)
         # While the store is away, a deployment that is not new must not be refused as one.
         if not self._admit(hello, stream, is_new=known is False):
             return None
