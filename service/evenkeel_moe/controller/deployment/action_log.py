@@ -81,10 +81,10 @@ class ActionLog:
         plan = record.plan
         per_rank = plan.target.slots_per_rank
         body = plan.waves[wave.wave_index]
-        moves = sum(t.src_slot // per_rank != t.dst_slot // per_rank for t in body.transfers)
         took_s = None if began is None else self.clock.monotonic() - began
-        nbytes = body.nbytes(per_rank)
-        self.metrics.wave_committed(self.control.deployment, took_s, moves, nbytes)
+        self.metrics.wave_committed(
+            self.control.deployment, took_s, body.moves(per_rank), body.nbytes(per_rank)
+        )
 
     def wave_health(self, health: ctl.WaveHealth) -> None:
         """Log that a wave waits, or runs again."""
