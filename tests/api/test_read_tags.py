@@ -18,6 +18,15 @@ async def test_an_unchanged_answer_is_a_304_without_a_body(client, path):
     assert (await client.get(path, headers={"If-None-Match": '"other"'})).json() == first.json()
 
 
+async def test_a_tag_that_a_proxy_made_weak_is_the_same_for_a_read_and_none_for_a_change(client):
+    path = "/v1/deployments/demo/policy"
+    weak = f"W/{(await client.get(path)).headers['etag']}"
+    again = await client.get(path, headers={"If-None-Match": weak})
+    assert again.status_code == 304 and again.content == b""
+    change = await client.patch(path, json={"mode": "observe"}, headers={"If-Match": weak})
+    assert change.status_code == 412
+
+
 async def test_a_changed_answer_is_sent(client):
     path = "/v1/deployments/demo/policy"
     before = await client.get(path)

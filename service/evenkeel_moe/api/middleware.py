@@ -82,7 +82,9 @@ class ReadTags(Middleware):
         if scope["method"] not in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
-        tags = tags_in(Headers(scope=scope).get("if-none-match"))
+        # A proxy that compresses the answer makes its tag a weak one (RFC 9110, section 13.1.2).
+        named = tags_in(Headers(scope=scope).get("if-none-match"))
+        tags = {tag.removeprefix("W/") for tag in named}
         start: Message | None = None
 
         async def send_tagged(message: Message) -> None:
