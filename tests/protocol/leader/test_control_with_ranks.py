@@ -136,6 +136,21 @@ def test_a_repeated_reload_that_left_checksums_is_asked_of_all_ranks_and_plans_b
     assert found.phase is PlanPhase.MIGRATING
 
 
+def test_a_reload_that_is_repeated_while_the_ranks_are_asked_leaves_no_group_without_checksums():
+    """R4: the first answer is from before it, and the version is the same."""
+    control = control_of(S.RECOVERING)
+    asked = query_of(control)
+    control.handle(from_rank(0, state_of(0, query=asked, checksums=())), 0.0)
+    for rank in (0, 1):
+        told = replace(state_of(rank), placement=None, checksums=None)
+        control.handle(from_rank(rank, told), 0.0)
+    control.handle(from_rank(1, state_of(1, query=asked, checksums=None)), 0.0)
+    assert state_in(control) is S.RECOVERING
+    answer_queries(control)
+    assert control.state is S.READY and control.group is not None
+    assert control.group.checksums == (5,) * 8
+
+
 def test_the_group_is_asked_at_once_when_a_rank_tells_new_weights_unasked():
     control = control_of()
     control.handle(from_rank(0, state_of(0, weights_version=2)), 0.0)

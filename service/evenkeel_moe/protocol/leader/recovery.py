@@ -50,10 +50,9 @@ class Recovery:
         self.over = False
         self.disagreement = None
         self.query += 1
-        members, group = self.executor.membership.members, self.executor.group
-        reloaded = any(m.weights_version != m.hello.weights_version for m in members.values())
-        had_none = group is not None and not group.checksums
-        self.round = QueryRound(self.query, frozenset(members), all_checksums=reloaded or had_none)
+        members = self.executor.membership.members
+        reloaded = any(member.checksums_digest is None for member in members.values())
+        self.round = QueryRound(self.query, frozenset(members), all_checksums=reloaded)
         return self._ask(now)
 
     def tick(self, now: float) -> list[ControlAction]:
@@ -130,7 +129,7 @@ class Recovery:
 
     def _has_reloaded(self, state: RankState) -> bool:
         member = self.executor.membership.members.get(state.identity.rank)
-        return member is not None and state.weights_version != member.hello.weights_version
+        return member is not None and member.checksums_digest is None
 
     # --- records ----------------------------------------------------------------------------------
 
