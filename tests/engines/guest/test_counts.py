@@ -33,6 +33,14 @@ def test_ranks_that_each_route_the_whole_batch_count_it_on_the_first():
     assert np.array_equal(sum(part for part, _ in parts), counts)
 
 
+def test_rows_that_pad_a_batch_are_taken_from_the_expert_that_they_fill():
+    counts = np.array([[9, 4, 3], [8, 4, 4]])
+    part, tokens = count_once(counts, 8, 5, 0, filler=0)
+    assert (part.tolist(), tokens) == ([[3, 4, 3], [2, 4, 4]], 5)
+    scattered, tokens = count_once(np.array([[2, 8, 6]]), 8, 5, 0, filler=0)
+    assert (int(scattered.sum()), tokens) == (10, 5) and (scattered >= 0).all()
+
+
 @pytest.mark.parametrize(("dummy", "factor"), [(False, 1), (True, 0)])
 def test_a_dummy_step_is_recorded_without_tokens(dummy, factor):
     told = []

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.settings import GuestMode, GuestSettings
 from evenkeel_moe.engines.sglang.plugin import SglangPlugin, register
+from evenkeel_moe.model.load import LoadReport
 from evenkeel_moe.protocol.messages import Ack, MovedAnswers, StagingProgress
 from evenkeel_moe.wire.link import KvCache
 from tests.agent.fleet import PortLink
@@ -40,9 +41,10 @@ class Rank(DrivenRank):
         fp4=False,
         recorder="stat",
         quantizes=False,
+        routed_by="recorder",
         **changes,
     ):
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.routed_by = rank, size, routed_by
         modules = self.modules = engine.load(rank)
         self.lockstep = dist.new_group(list(range(size)))
         moe = engine.EXEC.moe
@@ -106,10 +108,13 @@ class Rank(DrivenRank):
         batch = engine.ForwardBatch(padded, [self.request], TOKENS)
         with self.recorder.with_forward_pass(self.taken, batch):
             for layer in engine.MOE_LAYERS:
-                slots = self.metadata.logical_to_all_physical_map[layer, self.chosen, 0]
-                padded = torch.cat([slots, torch.full((4, 2), -1)])
+                slots_of = self.metadata.logical_to_all_physical_map[layer, :, 0]
+                slots, filler = slots_of[self.chosen], slots_of[0]
+                fill = filler if self.routed_by == "padding too" else -1
+                padded = torch.cat([slots, torch.full((4, 2), int(fill))])
                 with self.recorder.with_current_layer(layer):
-                    self.recorder.on_select_experts(padded)
+                    if self.routed_by != "kernel":
+                        self.recorder.on_select_experts(padded)
                     self.recorder.on_deepep_dispatch_low_latency(self.received(slots))
         rows = self.chosen[:, :1].float()
         for module in self.model.layers:
@@ -251,6 +256,33 @@ def shared_batch(rank, size, *, a2a, deepep_mode):
         "side": one.sides,
         "want": torch.bincount(one.chosen.reshape(-1), minlength=engine.EXPERTS).numpy(),
         "moe": one.map()[list(engine.MOE_LAYERS)],
+    }
+
+
+def padding(rank, size, *, hip):
+    """SGLang gives the rows that pad a batch to expert 0, as on ROCm, and counts them."""
+    torch.version.hip = hip
+    with structlog.testing.capture_logs() as said:
+        one = Rank(rank, size, mode="observe", routed_by="padding too")
+        one.steps(3)
+    metas, counts = one.reported(3)
+    return {
+        "tokens": metas["tokens"].tolist(),
+        "last": counts[-1],
+        "want": torch.bincount(one.chosen.reshape(-1), minlength=engine.EXPERTS).numpy(),
+        "said": [line for line in said if line["event"] == "tokens_counted_otherwise"],
+    }
+
+
+def routed_by_kernel(rank, size):
+    """The MoE kernel chooses the experts itself, which SGLang's recorder does not see."""
+    one = Rank(rank, size, routed_by="kernel")
+    one.steps(4)
+    vote = one.order(one.target())
+    return {
+        "vote": vote,
+        "trouble": one.agent.trouble,
+        "reports": one.sent(LoadReport, bool, 1.0),
     }
 
 

@@ -114,6 +114,26 @@ def test_ranks_that_route_the_same_tokens_count_each_once():
         assert np.array_equal(layer, first["want"])
 
 
+@pytest.mark.parametrize("hip", [None, "7.0"])
+def test_rows_that_pad_a_batch_are_no_tokens(hip):
+    for seen in ranks.run(SCENARIOS, "padding", hip=hip):
+        assert seen["tokens"] == [9] * 3
+        assert (seen["last"].sum(axis=1) == 2 * 9).all()
+        assert len(seen["said"]) == (hip is None)
+        for line in seen["said"]:
+            assert (line["prepared"], line["counted"]) == (9, 13)
+            assert "reduced to the batch" in line["detail"]
+        if hip:
+            assert all(np.array_equal(layer, seen["want"]) for layer in seen["last"])
+
+
+def test_without_counts_of_the_router_nothing_is_reported_and_no_plan_is_taken():
+    for seen in ranks.run(SCENARIOS, "routed_by_kernel"):
+        assert not seen["vote"].yes
+        assert "counted none of the 9 tokens of a pass" in seen["trouble"]
+        assert not any(len(report.steps) for report in seen["reports"])
+
+
 def test_ranks_that_route_their_own_batches_without_an_all_to_all_report_them():
     for seen in ranks.run(SCENARIOS, "own_batches"):
         assert seen["tokens"] == [9] * 3

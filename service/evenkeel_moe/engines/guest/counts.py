@@ -25,7 +25,7 @@ class StepNote:
 
 
 def count_once(
-    counts: NDArray[np.int64], counted: int, batch: int, place: int
+    counts: NDArray[np.int64], counted: int, batch: int, place: int, filler: int | None = None
 ) -> tuple[NDArray[np.int64], int]:
     """Return this rank's part of a batch that several ranks got, such as a tensor-parallel group.
 
@@ -38,14 +38,21 @@ def count_once(
         counted: tokens that this rank counted.
         batch: real tokens of the batch.
         place: position of this rank among the ranks that got the batch.
+        filler: the expert to which the engine routes the rows that pad a batch; None if they go
+            wherever the router sends them.
 
     Returns:
-        (L, E) int64 counts scaled to the part, and its tokens. Each layer's counts sum to tokens x
-        top_k if they did before.
+        (L, E) int64 counts without the rows of the filler, or scaled to the part, and its tokens.
+        Each layer's counts sum to tokens x top_k if they did before.
     """
     part = min(max(batch - place * counted, 0), counted)
     if part == counted:
         return counts, counted
+    if filler is not None:
+        own = counts.copy()
+        own[:, filler] -= (counted - part) * (int(counts[0].sum()) // counted)
+        if (own[:, filler] >= 0).all():
+            return own, part
     return np.diff(counts.cumsum(axis=1) * part // counted, axis=1, prepend=0), part
 
 

@@ -22,6 +22,7 @@ from evenkeel_moe.agent.engine_moves import EngineMoves, HostEngine, Move
 from evenkeel_moe.agent.ports import GateFailed, RankLink
 from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, make_guest
+from evenkeel_moe.engines.guest.counts import StepNote, count_once
 from evenkeel_moe.engines.guest.expert_times import (
     ExpertCall,
     ExpertTimes,
@@ -74,6 +75,11 @@ class EngineGuest(HostEngine, ABC):
         self._times: ExpertTimes | None = None
         """None if the seconds of the experts are not measured."""
         self._top_k = 1
+        self._place_in_batch, self._ranks_of_batch = 0, 1
+        """Position among the ranks that get the same batch, and the most ranks that share one."""
+        self._filler: int | None = None
+        """See `count_once`."""
+        self._warned_of_counts = False
         self._slots = slice(0)
         """The slots of this rank, among those of a layer."""
         self._step = 0
@@ -238,6 +244,37 @@ class EngineGuest(HostEngine, ABC):
             take(counts)
         except Exception:  # It costs the telemetry of this step; the engine goes on.
             counts.failed(step)
+
+    def _part_of_batch(
+        self, note: StepNote, counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], int]:
+        """Return this rank's part of the (L, E) counts of its batch, and its tokens."""
+        counted, batch = int(counts[0].sum()) // self._top_k, note.prepared_tokens
+        if batch is None or note.dummy:
+            return counts, counted
+        self._check_counts(note.step, counted, batch)
+        return count_once(counts, counted, batch, self._place_in_batch, self._filler)
+
+    def _check_counts(self, step: int, counted: int, batch: int) -> None:
+        """Warn once if the ranks that share a batch cannot have counted each token once."""
+        ranks = self._ranks_of_batch
+        # What remains for the ranks behind the first one can be less.
+        are_all = bool(self._place_in_batch) or batch <= ranks * counted
+        is_filled = counted > batch and self._filler is None
+        if self._warned_of_counts or (are_all and not is_filled):
+            return
+        self._warned_of_counts = True
+        _log.warning(
+            "tokens_counted_otherwise",
+            step=step,
+            prepared=batch,
+            counted=counted,
+            ranks_of_batch=ranks,
+            detail="this rank counted more tokens than its batch has: the totals are reduced to"
+            " the batch"
+            if counted > batch
+            else "the ranks of the batch counted fewer tokens than it has: the totals are too low",
+        )
 
     def _follow(self, agent: Agent, phy2log: NDArray[np.int64]) -> None:
         """Follow a map that the engine changed without a plan; in place mode, refuse new plans."""

@@ -18,7 +18,7 @@ from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts
 from evenkeel_moe.engines.guest.collective_start import require_plugin_in_group
-from evenkeel_moe.engines.guest.counts import StepNote, count_once, record_step
+from evenkeel_moe.engines.guest.counts import StepNote, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall, Seconds
 from evenkeel_moe.engines.guest.guards import Unsupported, refuse_differences
@@ -50,6 +50,8 @@ _log = structlog.get_logger(__name__)
 _distributed: Any = torch.distributed
 _WATCHDOG_PART = 0.8
 """Part of the watchdog's time that the ranks may wait for each other: a pass also computes."""
+_FILLER_ON_ROCM = 0
+"""The expert of the rows that pad a batch on ROCm; on other devices SGLang gives them none."""
 
 
 class SglangGuest(EngineGuest):
@@ -76,7 +78,6 @@ class SglangGuest(EngineGuest):
         self._weights: dict[int, Sequence[Tensor]] = {}
         self._layers: dict[torch.device, Tensor] = {}
         self._side = CountingSide.SOURCE
-        self._routes_own = True
         self._counted: Tensor | None = None
         self._tokens: int | None = None
         self._rids: Sequence[str] | None = None
@@ -180,7 +181,11 @@ class SglangGuest(EngineGuest):
         text_config = getattr(config, "hf_text_config", None) or getattr(config, "hf_config", None)
         shape = read_shape(metadata, self._weights, text_config)
         self._rows = MoeRows(tuple(self._weights))
-        self._routes_own = access.routes_own_tokens()
+        # Without an all-to-all all ranks route the same tokens and add up their outputs.
+        parallel, rank = access.context().get_parallel(), _distributed.get_rank()
+        self._place_in_batch = parallel.attn_tp_rank if access.routes_own_tokens() else rank
+        self._ranks_of_batch = metadata.ep_size
+        self._filler = None if torch.version.hip is None else _FILLER_ON_ROCM
         self._side = counting_side(access.recorder()._single_pass_gatherers["primary"])
         self._warm_up = WarmUp(expected=not access.context().get_serving().skip_server_warmup)
         return shape
@@ -390,9 +395,14 @@ class SglangGuest(EngineGuest):
         """Record the counts of one pass."""
         tokens = note.prepared_tokens
         if self._side is CountingSide.SOURCE:
-            tokens = int(counts[0].sum()) // self._top_k
-            if not self._routes_own:  # All ranks route the same tokens and add up their outputs.
-                counts, tokens = count_once(counts, tokens, tokens, _distributed.get_rank())
+            if tokens and not self._place_in_batch and not counts.any():
+                agent.disable_migration(
+                    f"SGLang's recorder counted none of the {tokens} tokens of a pass: the MoE"
+                    " kernel chooses the experts by itself, and may not follow the map of experts;"
+                    " choose another --moe-runner-backend, such as flashinfer_trtllm_routed"
+                )
+                return
+            counts, tokens = self._part_of_batch(note, counts)
         elif access.context().get_parallel().attn_tp_rank:
             tokens = 0  # The first rank of its attention group reports their batch.
         if tokens is not None:

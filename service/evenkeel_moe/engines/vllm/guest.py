@@ -17,7 +17,7 @@ from evenkeel_moe.agent.ports import GateFailed, RankLink
 from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, Former, agree_on_former
 from evenkeel_moe.engines.guest.collective_start import require_plugin_in_group
-from evenkeel_moe.engines.guest.counts import StepNote, count_once, record_step
+from evenkeel_moe.engines.guest.counts import StepNote, record_step
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall
 from evenkeel_moe.engines.guest.plan_agreement import map_digest
@@ -91,10 +91,7 @@ class VllmGuest(EngineGuest):
         self._prepared: int | None = None
         self._answer: NDArray[np.int64] | None = None
         """The map that the planner gave vLLM for the plan under way."""
-        self._warned_of_counts = False
         self._side = counting_side(state)
-        self._place_in_batch, self._ranks_of_batch = 0, 1
-        """Position and number of the ranks that get the same batch: the tensor-parallel group."""
         self._rank: int | None = None
         """This rank's number in the group of the newest agent."""
         self._shape: ModelShape | None = None
@@ -552,34 +549,15 @@ class VllmGuest(EngineGuest):
 
     def _deliver(self, agent: Agent, note: StepNote, counts: NDArray[np.int64]) -> None:
         """Record the counts of one step."""
-        tokens, batch = int(counts[0].sum()) // self._top_k, note.prepared_tokens
-        if self._side is CountingSide.DESTINATION:
+        if self._side is CountingSide.SOURCE:
+            counts, tokens = self._part_of_batch(note, counts)
+        else:
+            batch = note.prepared_tokens
             if batch is None and not note.dummy:
                 return  # It is not known how many of the tokens were this rank's own.
             # The first rank of its tensor-parallel group reports their batch.
             tokens = 0 if self._place_in_batch or batch is None else batch
-        elif batch is not None and not note.dummy:
-            self._check_counts(note.step, tokens, batch)
-            counts, tokens = count_once(counts, tokens, batch, self._place_in_batch)
         record_step(agent, note, counts, tokens, self.settings.phase)
-
-    def _check_counts(self, step: int, counted: int, batch: int) -> None:
-        """Warn once if the ranks that share a batch cannot have counted each token once."""
-        ranks = self._ranks_of_batch
-        if self._warned_of_counts or counted <= batch <= ranks * counted:
-            return
-        self._warned_of_counts = True
-        _log.warning(
-            "tokens_counted_otherwise",
-            step=step,
-            prepared=batch,
-            counted=counted,
-            ranks_of_batch=ranks,
-            detail="this rank counted more tokens than its batch has: the totals are reduced to"
-            " the batch"
-            if counted > batch
-            else "the ranks of the batch counted fewer tokens than it has: the totals are too low",
-        )
 
     def _expert_calls(self) -> Sequence[ExpertCall]:
         model_state = self._model_state
