@@ -79,6 +79,8 @@ VLLM = ("--enable-expert-parallel", "--enable-eplb")
         ("sglang", ("--enable-eplb", "--enable-dp-attention", "--dp-size=8"), "an all-to-all SGL"),
         ("sglang", ("--enable-eplb", "--attn-dp-size=8", "--moe-a2a-backend=deepep"), None),
         ("sglang", ("--enable-eplb", "--attn-dp-size=8", "--enable-waterfill"), None),
+        ("sglang", ("--enable-eplb", "--attn-dp-size=8", "--disaggregation-mode=prefill"), None),
+        ("sglang", ("--enable-eplb", "--attn-dp-size=8", "--disaggregation-mode=decode"), "8: wi"),
     ],
 )
 def test_flags_that_exclude_the_balance_of_experts_are_named(

@@ -28,7 +28,7 @@ class Limit:
     source: str
     """The version and file in which this was read."""
     unless: tuple[str, ...] = ()
-    """Other options; with one of them only the engine's start can tell."""
+    """Other options, as NAME or NAME=VALUE; with one of them only the engine's start can tell."""
     together_with: tuple[str, ...] = ()
     """Other options of which one must be on as well; none: it matters alone."""
     only_place: bool = False
@@ -47,18 +47,25 @@ class Limit:
 
 
 def _is_on(flags: Mapping[str, Any], option: str) -> bool:
-    """Return True unless an option is missing or off; a size of 1 divides nothing."""
+    """Return True unless an option, as NAME or NAME=VALUE, is missing, off or has another value.
+
+    A size of 1 divides nothing.
+    """
+    option, equals, wanted = option.partition("=")
     value = str(flags.get(option, "")).lower()
+    if equals:
+        return value == wanted
     return value not in _OFF and not (option.endswith("-size") and value == "1")
 
 
-_ROUTES_OWN = (
+_WITHOUT_PADDING = (
     "moe-a2a-backend",
     "moe-runner-backend",
     "enable-waterfill",
     "enable-prefill-cp",
+    "disaggregation-mode=prefill",
 )
-"""Options with which SGLang may route the tokens of each rank on that rank."""
+"""Options with which SGLang may route the tokens of each rank on that rank, or has no padding."""
 _DATA_PARALLEL = ("dp-size", "data-parallel-size")
 """Without one of them SGLang drops --enable-dp-attention."""
 LIMITS: Mapping[str, tuple[Limit, ...]] = {
@@ -142,7 +149,7 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
                 " to one length and counts what fills them; unless the model chooses one, choose a"
                 " --moe-a2a-backend",
                 source,
-                unless=_ROUTES_OWN,
+                unless=_WITHOUT_PADDING,
                 together_with=others,
             )
             for option, source, others in (

@@ -57,6 +57,9 @@ EXEC = SimpleNamespace(
         init_expert_location="trivial",
     ),
     overlap=SimpleNamespace(enable_two_batch_overlap=False),
+    graph=SimpleNamespace(
+        cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
+    ),
 )
 PARALLEL = SimpleNamespace(
     ep_size=2,
@@ -72,6 +75,7 @@ PARALLEL = SimpleNamespace(
     ep_join_rank_offset=0,
 )
 DEVICE = SimpleNamespace(device="cpu", watchdog_timeout=300.0)
+DISAGG = SimpleNamespace(disaggregation_mode="null")
 SERVING = SimpleNamespace(skip_server_warmup=True)
 RESOURCES = SimpleNamespace(expert_distribution_recorder=None, expert_location_metadata=None)
 
@@ -178,6 +182,7 @@ def _stand_ins(srt: Path) -> None:
         get_parallel=lambda: PARALLEL,
         get_serving=lambda: SERVING,
         get_device=lambda: DEVICE,
+        get_disagg=lambda: DISAGG,
         get_resources=lambda: RESOURCES,
         get_model=lambda: SimpleNamespace(model_path="", load_format=""),
         get_schedule=lambda: SimpleNamespace(chunked_prefill_size=0),
@@ -240,6 +245,8 @@ class ForwardBatch:
     input_ids: torch.Tensor
     rids: list[str]
     global_num_token_non_padded_cpu: int
+    global_num_tokens_cpu: list[int] | None = None
+    """The tokens of each group of attention data parallelism."""
 
 
 class ModelRunner:

@@ -45,6 +45,7 @@ class Rank(DrivenRank):
         **changes,
     ):
         self.rank, self.size, self.routed_by = rank, size, routed_by
+        self.groups = [TOKENS // 3, TOKENS - TOKENS // 3] if attention > 1 else None
         modules = self.modules = engine.load(rank)
         self.lockstep = dist.new_group(list(range(size)))
         moe = engine.EXEC.moe
@@ -105,7 +106,7 @@ class Rank(DrivenRank):
         generator = torch.Generator().manual_seed(100 * self.taken + batch)
         self.chosen = torch.rand(TOKENS, engine.EXPERTS, generator=generator).topk(2).indices
         padded = torch.zeros(TOKENS + 4, dtype=torch.int64)
-        batch = engine.ForwardBatch(padded, [self.request], TOKENS)
+        batch = engine.ForwardBatch(padded, [self.request], TOKENS, self.groups)
         with self.recorder.with_forward_pass(self.taken, batch):
             for layer in engine.MOE_LAYERS:
                 slots_of = self.metadata.logical_to_all_physical_map[layer, :, 0]
@@ -245,9 +246,9 @@ def own_batches(rank, size):
     return {"tokens": metas["tokens"].tolist(), "last": counts[-1], "want": want}
 
 
-def shared_batch(rank, size, *, a2a, deepep_mode):
+def shared_batch(rank, size, **parallelism):
     """Both ranks got the same batch: without all-to-all, or as one attention group of DeepEP."""
-    one = Rank(rank, size, mode="observe", a2a=a2a, deepep_mode=deepep_mode)
+    one = Rank(rank, size, mode="observe", **parallelism)
     one.steps(5)
     metas, counts = one.reported(5)
     return {
@@ -257,6 +258,13 @@ def shared_batch(rank, size, *, a2a, deepep_mode):
         "want": torch.bincount(one.chosen.reshape(-1), minlength=engine.EXPERTS).numpy(),
         "moe": one.map()[list(engine.MOE_LAYERS)],
     }
+
+
+def prefills(rank, size):
+    """A prefill server without an all-to-all routes the batches of two groups on every rank."""
+    engine.DISAGG.disaggregation_mode = "prefill"
+    engine.EXEC.graph.cuda_graph_config.prefill.backend = "disabled"
+    return shared_batch(rank, size, a2a="none", deepep_mode="normal", attention=2)
 
 
 def padding(rank, size, *, hip):

@@ -105,9 +105,14 @@ def test_requests_that_sglang_sends_itself_are_not_served_load(skip, deepep_mode
         assert seen["counted"] == [not each for each in own]
 
 
-def test_ranks_that_route_the_same_tokens_count_each_once():
+@pytest.mark.parametrize(
+    ("scenario", "options"),
+    [("shared_batch", {"a2a": "none", "deepep_mode": "normal"}), ("prefills", {})],
+    ids=["one batch", "the batches of attention data parallelism"],
+)
+def test_ranks_that_route_the_same_tokens_count_each_once(scenario, options):
     """Without an all-to-all every rank routes all tokens, and they add up their outputs."""
-    first, second = ranks.once(SCENARIOS, "shared_batch", a2a="none", deepep_mode="normal")
+    first, second = ranks.once(SCENARIOS, scenario, **options)
     assert first["side"] == second["side"] == {"source"}
     assert (first["tokens"], second["tokens"]) == ([9] * 5, [0] * 5)
     for layer in (first["counts"] + second["counts"])[-1]:

@@ -30,3 +30,15 @@ def context() -> Any:
 def routes_own_tokens() -> bool:
     """Return True if this rank routes a part of the tokens, False if every rank routes all."""
     return bool(importlib.import_module(MOE).is_moe_input_scattered_across_dp_ranks())
+
+
+def gathered_batches() -> int:
+    """Return how many batches of attention data parallelism every rank routes together."""
+    return 1 if routes_own_tokens() else int(context().get_parallel().attn_dp_size)
+
+
+def only_prefills_eagerly() -> bool:
+    """Return True if a server has neither decodes nor CUDA graphs, which need batches of a size."""
+    graphs = context().get_exec().graph.cuda_graph_config
+    mode = context().get_disagg().disaggregation_mode
+    return bool(mode == "prefill" and graphs.prefill.backend == "disabled")

@@ -79,6 +79,8 @@ class SglangGuest(EngineGuest):
         self._layers: dict[torch.device, Tensor] = {}
         self._side = CountingSide.SOURCE
         self._counted: Tensor | None = None
+        self._gathered = 1
+        """Batches of attention data parallelism that every rank routes together."""
         self._tokens: int | None = None
         self._rids: Sequence[str] | None = None
         self._warm_up = WarmUp(expected=False)
@@ -140,7 +142,7 @@ class SglangGuest(EngineGuest):
                 " over all ranks, so this plugin needs both numbers to be equal"
             )
         context = access.context()
-        moe, attention = context.get_exec().moe, int(context.get_parallel().attn_dp_size)
+        moe = context.get_exec().moe
         if moe.elastic_ep_backend is not None:
             raise Unsupported(
                 "SGLang runs with elastic expert parallelism"
@@ -148,11 +150,13 @@ class SglangGuest(EngineGuest):
                 f" goes on after a death with a mask over its ranks (now {ranks}) inside a forward"
                 " pass: the plugin's collective calls need all ranks, so it supports a fixed number"
             )
-        if attention > 1 and not access.routes_own_tokens():
+        gathered = access.gathered_batches()
+        if gathered > 1 and not access.only_prefills_eagerly():
             raise Unsupported(
-                f"--moe-a2a-backend {moe.moe_a2a_backend} with {attention} groups of attention data"
+                f"--moe-a2a-backend {moe.moe_a2a_backend} with {gathered} groups of attention data"
                 " parallelism: SGLang fills their batches up to one length, and its recorder counts"
-                " what fills them like tokens; choose an all-to-all backend"
+                " what fills them like tokens; choose an all-to-all backend, or, for a server with"
+                " --disaggregation-mode prefill, --cuda-graph-backend-prefill disabled"
             )
         if self.places and self.settings.record:
             raise Unsupported("nobody plans without a controller: record in mode observe")
@@ -183,6 +187,7 @@ class SglangGuest(EngineGuest):
         self._rows = MoeRows(tuple(self._weights))
         # Without an all-to-all all ranks route the same tokens and add up their outputs.
         parallel, rank = access.context().get_parallel(), _distributed.get_rank()
+        self._gathered = access.gathered_batches()
         self._place_in_batch = parallel.attn_tp_rank if access.routes_own_tokens() else rank
         self._ranks_of_batch = metadata.ep_size
         self._filler = None if torch.version.hip is None else _FILLER_ON_ROCM
@@ -205,6 +210,10 @@ class SglangGuest(EngineGuest):
     def pass_began(self, forward_batch: Any) -> None:
         """Note the real tokens of a forward pass that begins, if SGLang reports them, and whose."""
         self._rids = getattr(forward_batch, "rids", None)
+        gathered = getattr(forward_batch, "global_num_tokens_cpu", None)
+        if gathered is not None and self._gathered > 1:
+            self._tokens = sum(gathered)
+            return
         tokens = getattr(forward_batch, "global_num_token_non_padded_cpu", None)
         if tokens is None:
             ids = getattr(forward_batch, "input_ids", None)

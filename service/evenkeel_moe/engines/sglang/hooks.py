@@ -54,7 +54,9 @@ PARTS: Parts = {
             " num_local_physical_experts num_groups num_nodes algorithm"
         }
     },
-    CONTEXT: {"": {f"get_{kind}": "" for kind in ("device", "exec", "parallel", "serving")}},
+    CONTEXT: {
+        "": {f"get_{kind}": "" for kind in ("device", "disagg", "exec", "parallel", "serving")}
+    },
 }
 RUNNER_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 SCHEDULER_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
@@ -96,7 +98,8 @@ def compare_loaders() -> Iterator[Hook]:
     """Return the parts whose modules import most of SGLang: `LOADERS` and what a pass tells."""
     yield from compare_parts(LOADERS)
     batch = importlib.import_module(_BATCH).ForwardBatch
-    yield compare_fields(batch, ("input_ids", "rids", "global_num_token_non_padded_cpu"))
+    wanted = ("input_ids", "rids", "global_num_token_non_padded_cpu", "global_num_tokens_cpu")
+    yield compare_fields(batch, wanted)
 
 
 def report() -> EngineReport | None:
