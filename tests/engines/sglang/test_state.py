@@ -1,11 +1,14 @@
 """SGLang's maps, which also have rows for dense layers."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from evenkeel_moe.engines.guest.guards import Unsupported
+from evenkeel_moe.engines.sglang.experts import left_behind
 from evenkeel_moe.engines.sglang.state import MoeRows, WarmUp, counting_side, dispatcher
 
 
@@ -50,6 +53,26 @@ def test_a_recorder_that_does_not_tell_what_it_counts_is_refused_by_name():
     for renamed in ({}, {"_all_physical_experts": True}, {everywhere: None}):
         with pytest.raises(Unsupported, match=f"gathers with _Renamed, whose {everywhere} is None"):
             counting_side(gatherer("_Renamed", **renamed))
+
+
+MOVED, COPIED = torch.rand(4, 6), torch.rand(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "left"),
+    [
+        ({"mega_l1_weights": (MOVED, COPIED)}, "mega_l1_weights"),
+        ({"hpc_ops_w2_weight_scale": COPIED.to(torch.float8_e4m3fn)}, "hpc_ops_w2_weight_scale"),
+        ({"w13": MOVED[:, :3], "w2": MOVED.T, "gemm1_alpha": torch.ones(4, 1)}, ""),
+        ({"bias": torch.rand(8), "scale": torch.rand(()), "name": "experts"}, ""),
+    ],
+)
+def test_what_a_kernel_reads_besides_the_moved_tensors_is_named(attributes, left):
+    experts = SimpleNamespace(layer_id=3, run_moe_core=len, **attributes)
+    model: Any = SimpleNamespace(modules=lambda: [SimpleNamespace(layer_id=3), experts])
+    found = left_behind(model, {3: [MOVED], 4: [COPIED]})
+    assert found.startswith(f"SGLang does not move {left} of layer 3 with its 4" if left else "")
+    assert bool(found) == bool(left)
 
 
 def test_the_warm_up_is_the_first_request_alone():

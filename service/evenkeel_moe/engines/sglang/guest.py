@@ -26,7 +26,7 @@ from evenkeel_moe.engines.guest.settings import GuestSettings, settings_of_part
 from evenkeel_moe.engines.guest.slot_weights import SlotWeights
 from evenkeel_moe.engines.sglang import access
 from evenkeel_moe.engines.sglang.canary import SglangProbe
-from evenkeel_moe.engines.sglang.experts import expert_calls
+from evenkeel_moe.engines.sglang.experts import expert_calls, left_behind
 from evenkeel_moe.engines.sglang.hooks import compare_loaders
 from evenkeel_moe.engines.sglang.kv_cache import read_kv_cache
 from evenkeel_moe.engines.sglang.state import (
@@ -179,7 +179,7 @@ class SglangGuest(EngineGuest):
         metadata = access.metadata()
         model = self.manager._get_model()
         self._weights = routed_weights(model)
-        if self.places and (words := unserved(model, self._weights)):
+        if self.places and (words := self._unmovable(model)):
             raise Unsupported(words)
         config = self.manager._model_config
         text_config = getattr(config, "hf_text_config", None) or getattr(config, "hf_config", None)
@@ -363,7 +363,7 @@ class SglangGuest(EngineGuest):
             model = self.manager._get_model()
             # Some models make the map anew at each access, of the tensors that they have then.
             self._weights = routed_weights(model)
-            if words := unserved(model, self._weights):
+            if words := self._unmovable(model):
                 self.agent.disable_migration(words)
         finally:  # Other ranks wait in it.
             self.moves.end_reload()
@@ -390,6 +390,10 @@ class SglangGuest(EngineGuest):
             if self.moves.move is None:
                 return
             next(self.manager._main_generator)
+
+    def _unmovable(self, model: Any) -> str:
+        """Return why SGLang's moves would not bring whole experts; empty if they would."""
+        return unserved(model, self._weights) or left_behind(model, self._weights)
 
     def _disabled(self) -> str | None:
         reason = self.manager._rebalance_disabled_reason
