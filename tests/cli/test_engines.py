@@ -72,6 +72,7 @@ VLLM = ("--enable-expert-parallel", "--enable-eplb")
         ("sglang", ("--enable-eplb", "--dwdp-size", "4"), "--dwdp-size 4: DWDP"),
         ("sglang", ("--enable-eplb", "--enable-paged-experts"), "--enable-paged-experts: paged"),
         ("sglang", ("--enable-eplb", "--moe-runner-backend", "lora_marlin"), "lora_marlin: the"),
+        ("sglang", ("--enable-eplb", "--moe-runner-backend=triton_kernel"), "kernel: the kernel c"),
         ("sglang", ("--enable-eplb", "--attn-dp-size", "1"), None),
         ("sglang", ("--enable-eplb", "--attn-dp-size", "8"), "8: without an all-to-all SGLang"),
         ("sglang", ("--enable-eplb", "--enable-dp-attention"), None),
@@ -105,6 +106,11 @@ def test_flags_that_exclude_the_balance_of_experts_are_named(
             "sglang",
             ("--enable-eplb", "--expert-distribution-recorder-mode", "per_pass"),
             "--expert-distribution-recorder-mode per_pass: SGLang's scheduler ends",
+        ),
+        (
+            "sglang",
+            ("--enable-eplb", "--moe-runner-backend", "hpc_ops"),
+            "--moe-runner-backend hpc_ops: the kernel reads copies of scales",
         ),
     ],
 )

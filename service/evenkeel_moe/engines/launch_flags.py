@@ -127,6 +127,19 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
             "SGLang 0.5.23, arg_groups/lora_hook.py, lora/marlin_lora_temp/policy.py",
         ),
         Limit(
+            "moe-runner-backend",
+            ("triton_kernel",),
+            "the kernel chooses the experts by itself, without the map of experts",
+            "SGLang 0.5.23, layers/moe/topk.py",
+        ),
+        Limit(
+            "moe-runner-backend",
+            ("hpc_ops",),
+            "the kernel reads copies of scales, which do not follow moves of experts",
+            "SGLang 0.5.23, layers/quantization/fp8.py",
+            only_place=True,
+        ),
+        Limit(
             "elastic-ep-backend",
             (),
             "after a death SGLang masks the rank inside a forward pass, and the plugin's collective"
