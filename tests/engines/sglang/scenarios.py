@@ -294,6 +294,25 @@ def routed_by_kernel(rank, size):
     }
 
 
+def not_recorded(rank, size):
+    """A pass of a draft model is recorded; the two passes of the model after it are not."""
+    one = Rank(rank, size, mode="observe")
+    one.steps(2)
+    batch = engine.ForwardBatch(torch.zeros(TOKENS, dtype=torch.int64), ["first"], TOKENS)
+    with one.recorder.with_forward_pass(one.taken, batch):
+        pass
+    one.recorder.stop_record()
+    one.steps(2)
+    one.recorder.start_record()
+    one.steps(1)
+    metas, counts = one.reported(3)
+    return {
+        "steps": metas["step"].tolist(),
+        "counted": counts.sum(axis=2).tolist(),
+        "trouble": one.agent.trouble,
+    }
+
+
 def own_balancer(rank, size):
     """SGLang's own planner rebalances in observe mode."""
     one = Rank(rank, size, mode="observe", interval=6)

@@ -139,6 +139,13 @@ def test_without_counts_of_the_router_nothing_is_reported_and_no_plan_is_taken()
         assert not any(len(report.steps) for report in seen["reports"])
 
 
+def test_a_pass_that_is_not_recorded_gets_no_counts_of_the_draft_model():
+    for seen in ranks.run(SCENARIOS, "not_recorded"):
+        assert seen["steps"] == [1, 2, 5]
+        assert seen["counted"] == [[18] * 6] * 3
+        assert seen["trouble"] == ""
+
+
 def test_ranks_that_route_their_own_batches_without_an_all_to_all_report_them():
     for seen in ranks.run(SCENARIOS, "own_batches"):
         assert seen["tokens"] == [9] * 3

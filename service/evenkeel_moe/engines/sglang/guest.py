@@ -208,7 +208,11 @@ class SglangGuest(EngineGuest):
     # ---------------------------------------------------
 
     def pass_began(self, forward_batch: Any) -> None:
-        """Note the real tokens of a forward pass that begins, if SGLang reports them, and whose."""
+        """Note the real tokens of a forward pass that begins, if SGLang reports them, and whose.
+
+        A pass of a draft model also begins, and has counts, but no end.
+        """
+        self._counted = None
         self._rids = getattr(forward_batch, "rids", None)
         gathered = getattr(forward_batch, "global_num_tokens_cpu", None)
         if gathered is not None and self._gathered > 1:
