@@ -22,7 +22,7 @@ from evenkeel_moe.agent.engine_moves import EngineMoves, HostEngine, Move
 from evenkeel_moe.agent.ports import GateFailed, RankLink
 from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, make_guest
-from evenkeel_moe.engines.guest.counts import StepNote, count_once
+from evenkeel_moe.engines.guest.counts import StepNote, count_once, record_step
 from evenkeel_moe.engines.guest.expert_times import (
     ExpertCall,
     ExpertTimes,
@@ -33,6 +33,7 @@ from evenkeel_moe.engines.guest.expert_times import (
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.guest.plan_agreement import PlanAgreement, gather_rows
 from evenkeel_moe.engines.guest.settings import GuestSettings
+from evenkeel_moe.model.load import CountingSide
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.wire.link import KvCache
 
@@ -75,6 +76,8 @@ class EngineGuest(HostEngine, ABC):
         self._times: ExpertTimes | None = None
         """None if the seconds of the experts are not measured."""
         self._top_k = 1
+        self._side = CountingSide.SOURCE
+        """The shape of the engine's counts."""
         self._place_in_batch, self._ranks_of_batch = 0, 1
         """Position among the ranks that get the same batch, and the most ranks that share one."""
         self._filler: int | None = None
@@ -244,6 +247,18 @@ class EngineGuest(HostEngine, ABC):
             take(counts)
         except Exception:  # It costs the telemetry of this step; the engine goes on.
             counts.failed(step)
+
+    def _deliver(self, agent: Agent, note: StepNote, counts: NDArray[np.int64]) -> None:
+        """Record the counts of one step."""
+        if self._side is CountingSide.SOURCE:
+            counts, tokens = self._part_of_batch(note, counts)
+        else:
+            batch = note.prepared_tokens
+            if batch is None and not note.dummy:
+                return  # It is not known how many of the tokens were this rank's own.
+            # The first of the ranks that get the same batch reports it.
+            tokens = 0 if self._place_in_batch or batch is None else batch
+        record_step(agent, note, counts, tokens, self.settings.phase)
 
     def _part_of_batch(
         self, note: StepNote, counts: NDArray[np.int64]

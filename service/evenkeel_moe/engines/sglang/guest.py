@@ -18,7 +18,7 @@ from evenkeel_moe.agent.ports import RankLink
 from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts
 from evenkeel_moe.engines.guest.collective_start import require_plugin_in_group
-from evenkeel_moe.engines.guest.counts import StepNote, record_step
+from evenkeel_moe.engines.guest.counts import StepNote
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall, Seconds
 from evenkeel_moe.engines.guest.guards import Unsupported, refuse_differences
@@ -77,7 +77,6 @@ class SglangGuest(EngineGuest):
         self._rows = MoeRows(())
         self._weights: dict[int, Sequence[Tensor]] = {}
         self._layers: dict[torch.device, Tensor] = {}
-        self._side = CountingSide.SOURCE
         self._counted: Tensor | None = None
         self._gathered = 1
         """Batches of attention data parallelism that every rank routes together."""
@@ -409,21 +408,16 @@ class SglangGuest(EngineGuest):
         return self._rows.moe(access.metadata().physical_to_logical_map_cpu.numpy())
 
     def _deliver(self, agent: Agent, note: StepNote, counts: NDArray[np.int64]) -> None:
-        """Record the counts of one pass."""
-        tokens = note.prepared_tokens
-        if self._side is CountingSide.SOURCE:
-            if tokens and not self._place_in_batch and not counts.any():
-                agent.disable_migration(
-                    f"SGLang's recorder counted none of the {tokens} tokens of a pass: the MoE"
-                    " kernel chooses the experts by itself, and may not follow the map of experts;"
-                    " choose another --moe-runner-backend, such as flashinfer_trtllm_routed"
-                )
-                return
-            counts, tokens = self._part_of_batch(note, counts)
-        elif access.context().get_parallel().attn_tp_rank:
-            tokens = 0  # The first rank of its attention group reports their batch.
-        if tokens is not None:
-            record_step(agent, note, counts, tokens, self.settings.phase)
+        """Record the counts of a pass, unless a kernel routed it that SGLang does not see."""
+        tokens, is_first = note.prepared_tokens, not self._place_in_batch
+        if self._side is CountingSide.SOURCE and tokens and is_first and not counts.any():
+            agent.disable_migration(
+                f"SGLang's recorder counted none of the {tokens} tokens of a pass: the MoE kernel"
+                " chooses the experts by itself, and may not follow the map of experts; choose"
+                " another --moe-runner-backend, such as flashinfer_trtllm_routed"
+            )
+            return
+        super()._deliver(agent, note, counts)
 
     def _expert_calls(self) -> Sequence[ExpertCall]:
         model, moe = self.manager._get_model(), access.context().get_exec().moe

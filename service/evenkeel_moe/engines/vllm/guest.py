@@ -17,7 +17,7 @@ from evenkeel_moe.agent.ports import GateFailed, RankLink
 from evenkeel_moe.agent.together import together
 from evenkeel_moe.engines.guest.bootstrap import EngineFacts, Former, agree_on_former
 from evenkeel_moe.engines.guest.collective_start import require_plugin_in_group
-from evenkeel_moe.engines.guest.counts import StepNote, record_step
+from evenkeel_moe.engines.guest.counts import StepNote
 from evenkeel_moe.engines.guest.engine_guest import EngineGuest
 from evenkeel_moe.engines.guest.expert_times import ExpertCall
 from evenkeel_moe.engines.guest.plan_agreement import map_digest
@@ -546,18 +546,6 @@ class VllmGuest(EngineGuest):
         return self.state.is_async and worker is not None and not worker.is_alive()
 
     # --- EngineGuest ------------------------------------------------------------------------------
-
-    def _deliver(self, agent: Agent, note: StepNote, counts: NDArray[np.int64]) -> None:
-        """Record the counts of one step."""
-        if self._side is CountingSide.SOURCE:
-            counts, tokens = self._part_of_batch(note, counts)
-        else:
-            batch = note.prepared_tokens
-            if batch is None and not note.dummy:
-                return  # It is not known how many of the tokens were this rank's own.
-            # The first rank of its tensor-parallel group reports their batch.
-            tokens = 0 if self._place_in_batch or batch is None else batch
-        record_step(agent, note, counts, tokens, self.settings.phase)
 
     def _expert_calls(self) -> Sequence[ExpertCall]:
         model_state = self._model_state
