@@ -220,7 +220,8 @@ class WaveOut(ResponseBody):
     index: int
     layers: list[int]
     moves: int
-    nbytes: int
+    nbytes: int | None
+    """Bytes copied between ranks; null if the size of an expert is not known."""
 
 
 class PlanOut(PlanSummary):
@@ -250,8 +251,8 @@ class RollbackPreviewOut(ResponseBody):
     waves: int
     moves: int
     """Number of copies between ranks."""
-    nbytes: int
-    """Bytes copied between ranks."""
+    nbytes: int | None
+    """Bytes copied between ranks; null if the size of an expert is not known."""
     expected_stall_s: float | None
     """Seconds of one step that each wave is expected to cost; null before a swap was measured."""
     undoes: PlanSummary | None

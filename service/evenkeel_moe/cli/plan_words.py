@@ -6,7 +6,7 @@ Pure functions of JSON. What the controller does not tell is said to be not know
 from collections.abc import Mapping
 from typing import Any
 
-from evenkeel_moe.model.quantities import bytes_text, counted, duration_text
+from evenkeel_moe.model.quantities import copies_text, counted, duration_text
 
 
 def start_question(plan: Mapping[str, Any]) -> str:
@@ -99,7 +99,8 @@ def created(plan: Mapping[str, Any], dry_run: bool, refused: str | None) -> str:
 
 
 def _effort(plan: Mapping[str, Any]) -> str:
-    return f"{counted(plan['moves'], 'expert')}, {bytes_text(plan['nbytes'])}, in {_waves(plan)}"
+    copies = copies_text(counted(plan["moves"], "expert"), plan["nbytes"])
+    return f"{copies}, in {_waves(plan)}"
 
 
 def _moved(plan: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ class Transfer:
     src_slot: int
     dst_slot: int
     nbytes: int
+    """0 if the size of an expert is not known."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -77,9 +78,14 @@ class Wave:
         """Return the copies between ranks."""
         return len(self._between_ranks(slots_per_rank))
 
-    def nbytes(self, slots_per_rank: int) -> int:
-        """Return the bytes copied between ranks."""
-        return sum(t.nbytes for t in self._between_ranks(slots_per_rank))
+    def nbytes(self, slots_per_rank: int) -> int | None:
+        """Return the bytes copied between ranks; None if the size of an expert is not known."""
+        return _bytes_between_ranks((self,), slots_per_rank)
+
+
+def _bytes_between_ranks(waves: Sequence[Wave], slots_per_rank: int) -> int | None:
+    sizes = [t.nbytes for wave in waves for t in wave._between_ranks(slots_per_rank)]
+    return sum(sizes) if all(sizes) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +201,11 @@ class PlanLimits:
     def exceeded(self, waves: Sequence[Wave], slots_per_rank: int) -> str | None:
         """Return which limit the waves of a plan exceed, and by what; None if they keep all."""
         moves = sum(wave.moves(slots_per_rank) for wave in waves)
-        nbytes = sum(wave.nbytes(slots_per_rank) for wave in waves)
-        unknown = moves > 0 and nbytes == 0
+        nbytes = _bytes_between_ranks(waves, slots_per_rank)
         layers = len({layer for wave in waves for layer in wave.layers})
         for name, need, most in (
             ("max_moves", moves, self.max_moves),
-            ("max_bytes", math.inf if unknown else nbytes, self.max_bytes),
+            ("max_bytes", math.inf if nbytes is None else nbytes, self.max_bytes),
             ("max_layers", layers, self.max_layers),
         ):
             if most is not None and need > most:
@@ -269,9 +274,9 @@ class Plan:
         return sum(wave.moves(self.target.slots_per_rank) for wave in self.waves)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes copied between ranks in all waves."""
-        return sum(wave.nbytes(self.target.slots_per_rank) for wave in self.waves)
+    def nbytes(self) -> int | None:
+        """Bytes copied between ranks in all waves; null if the size of an expert is not known."""
+        return _bytes_between_ranks(self.waves, self.target.slots_per_rank)
 
     def key(self, wave_index: int) -> WaveKey:
         """Return the key of one wave."""

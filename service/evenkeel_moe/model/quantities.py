@@ -34,6 +34,11 @@ def bytes_text(value: float | None) -> str:
     return f"{value:.0f} B"
 
 
+def copies_text(copies: str, nbytes: int | None) -> str:
+    """Return counted copies with their bytes: `3 copies, 6 MB` or `3 copies of unknown size`."""
+    return f"{copies} of unknown size" if nbytes is None else f"{copies}, {bytes_text(nbytes)}"
+
+
 def duration_text(seconds: float | None, digits: int = 3) -> str:
     """Return a duration such as `45 s`, `12 min` or `3.5 h`; `-` if it is unknown.
 

@@ -103,6 +103,14 @@ def test_counters_add_up(metrics, registry):
     )
 
 
+def test_copies_of_unknown_size_count_no_bytes(metrics, registry):
+    metrics.deployment_added("demo")
+    metrics.wave_committed("demo", 0.3, 7, None)
+    found = series(registry)
+    assert found["evenkeel_moves_total"] == 7
+    assert not found.get("evenkeel_migrated_bytes_total")
+
+
 def test_each_value_of_a_view_has_its_series(metrics, registry):
     exercise(metrics)
     found = series(registry)

@@ -7,11 +7,12 @@ import pytest
 
 from evenkeel_moe.api.convert import plan_out
 from evenkeel_moe.api.words.plan_figures import Figure, details, figures
+from evenkeel_moe.cli.plan_words import start_question
 from evenkeel_moe.model.cost import CostSource
 from evenkeel_moe.model.plan import PlanKind
 from evenkeel_moe.planning.decision.calibration import Calibration
 from evenkeel_moe.planning.decision.cycle import run_cycle
-from tests.api.fakes import SHAPE, make_plan, make_status
+from tests.api.fakes import NOW, SHAPE, make_plan, make_status
 from tests.planning.decision.test_cycle import inputs, skewed
 
 
@@ -45,6 +46,21 @@ def test_no_figure_of_a_cycle_is_shown_under_a_field_name():
     assert {"Balancedness", "Scored on", "Price of the copies", pays} <= told.keys()
     note = told["Predicted saving of MoE time (by tokens)"].note
     assert note.endswith(", times 0.5 as earlier plans delivered")
+
+
+def test_copies_of_unknown_size_have_an_unknown_number_of_bytes():
+    record = make_plan(story=({"at": NOW, "event": "wave_started", "waves_committed": 0},))
+    (wave,) = record.plan.waves
+    sizeless = replace(wave, batches=((replace(wave.transfers[0], nbytes=0),),))
+    both = (wave, replace(sizeless, index=1))
+    shown = plan_out(replace(record, plan=replace(record.plan, waves=both)), make_status())
+    assert shown.model_dump().items() >= {"moves": 2, "nbytes": None}.items()
+    assert [wave.nbytes for wave in shown.wave_list] == [1000, None]
+    assert Figure("Copies between ranks", "2", "of unknown size") in shown.figures
+    none = plan_out(replace(record, plan=replace(record.plan, waves=(sizeless,))), make_status())
+    assert none.story[0]["text"] == "Wave 1 of 1 began: 1 copy of unknown size"
+    asked = start_question(none.model_dump())
+    assert asked.startswith("Ranks of demo copy 1 expert of unknown size, in 1 wave.")
 
 
 def test_a_layer_that_several_waves_change_is_counted_once():

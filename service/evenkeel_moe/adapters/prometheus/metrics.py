@@ -203,16 +203,17 @@ class ControllerMetrics(Collector):
         self._count("evenkeel_decisions_total", 1, deployment, reason)
 
     def wave_committed(
-        self, deployment: str, seconds: float | None, moves: int, nbytes: int
+        self, deployment: str, seconds: float | None, moves: int, nbytes: int | None
     ) -> None:
-        """Count one committed wave: its duration [s], copies between ranks and their bytes.
+        """Count one committed wave: its duration [s], copies between ranks and known bytes.
 
         The duration is None for a wave that began under another leader.
         """
         if seconds is not None:
             self._observe("evenkeel_wave_duration_seconds", deployment, seconds)
         self._count("evenkeel_moves_total", moves, deployment)
-        self._count("evenkeel_migrated_bytes_total", nbytes, deployment)
+        if nbytes is not None:
+            self._count("evenkeel_migrated_bytes_total", nbytes, deployment)
 
     def swap_stall(self, deployment: str, seconds: float) -> None:
         """Record how long one rank's step waited for one swap [s]."""

@@ -104,7 +104,8 @@ def preview_figures(plan: Plan, status: DeploymentStatus) -> list[Figure]:
 
 def _effort(plan: Plan, committed: int | None) -> Iterator[Figure]:
     """Yield what a plan moves; `committed` are the waves so far, None before it is made."""
-    yield Figure("Copies between ranks", f"{plan.moves:,}", bytes_text(plan.nbytes))
+    size = "of unknown size" if plan.nbytes is None else bytes_text(plan.nbytes)
+    yield Figure("Copies between ranks", f"{plan.moves:,}", size)
     waves, layers = f"{len(plan.waves)}", len({n for wave in plan.waves for n in wave.layers})
     done = waves if committed is None else f"{committed} of {waves} committed"
     yield Figure("Waves", done, counted(layers, "layer changes", "layers change"))

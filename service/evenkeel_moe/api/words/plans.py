@@ -9,7 +9,7 @@ from evenkeel_moe.api.words.reasons import sentence
 from evenkeel_moe.api.words.stored import words_or_row
 from evenkeel_moe.model.plan import Plan, PlanKind, PlanPhase, PlanRecord, phase_text
 from evenkeel_moe.model.quantities import (
-    bytes_text,
+    copies_text,
     counted,
     duration_text,
     saving,
@@ -140,7 +140,7 @@ def _wave_began(plan: Plan, index: int) -> str:
         return words
     per_rank, wave = plan.target.slots_per_rank, plan.waves[index]
     copies = counted(wave.moves(per_rank), "copy", "copies")
-    return f"{words}: {copies}, {bytes_text(wave.nbytes(per_rank))}"
+    return f"{words}: {copies_text(copies, wave.nbytes(per_rank))}"
 
 
 def _waves_committed(plan: Plan, first: int, last: int | None) -> str:

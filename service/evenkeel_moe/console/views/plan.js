@@ -157,7 +157,8 @@ function Buttons({ plan, act }) {
 
 function weightsWords(plan) {
   const copies = counted(plan.moves, "copy", "copies");
-  return `This moves weights: ${copies}, ${bytes(plan.nbytes)}, in ${counted(plan.waves, "wave")}.`;
+  const size = isKnown(plan.nbytes) ? `, ${bytes(plan.nbytes)}` : " of unknown size";
+  return `This moves weights: ${copies}${size}, in ${counted(plan.waves, "wave")}.`;
 }
 
 /** Once a plan was begun, the balance that it was made on is not that of now. */

@@ -99,6 +99,7 @@ class _Room:
         staging = offered = unbounded
         if staging_bytes is not None:
             offered = np.broadcast_to(np.asarray(staging_bytes, np.int64), (shape.num_ranks,))
+            # An expert of unknown size has at least a byte.
             staging = offered // max(shape.bytes_per_expert, 1)
         buffers = unbounded
         if shape.pool_slots_per_rank is not None:
