@@ -103,7 +103,7 @@ def test_a_recording_is_never_written_over(small, tmp_path, words):
 def test_a_trace_without_load_is_refused(tmp_path):
     write_trace(tmp_path / "idle.npz", Trace(np.zeros((40, 2, 8), np.int64), (0, 1)))
     for command in ("plan", "compare"):
-        with pytest.raises(InvalidInput, match="none of the 40 steps has load"):
+        with pytest.raises(InvalidInput, match="none of the 40 steps routed a token"):
             run_replay(command, tmp_path / "idle.npz", *FLEET, "--out", tmp_path / "o.npz")
 
 

@@ -43,9 +43,31 @@ def test_a_trace_that_cannot_be_written_is_named(tmp_path):
 @given(npst.arrays(np.int64, st.tuples(*[st.integers(1, 4)] * 3), elements=st.integers(0, 2**40)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_counts_of_any_size_fit_their_smallest_type(tmp_path, counts):
-    trace = Trace(counts, tuple(range(counts.shape[1])))
+    busy = counts.any(axis=(1, 2))
+    trace = Trace(counts, tuple(range(counts.shape[1])), source=counts[:, None])
     write_trace(tmp_path / "t.npz", trace)
-    _equal(read_trace(tmp_path / "t.npz"), trace)
+    if not busy.any():
+        with pytest.raises(InvalidInput, match=f"none of the {len(counts)} steps routed a token"):
+            read_trace(tmp_path / "t.npz")
+        return
+    kept = replace(trace, counts=counts[busy], source=counts[busy, None])
+    _equal(read_trace(tmp_path / "t.npz"), kept)
+
+
+def test_steps_that_pad_an_npz_are_left_out_with_a_note(tmp_path):
+    trace = make_trace()
+    pad = [(0, 3), (0, 0), (0, 0)]
+    padded = replace(
+        trace,
+        counts=np.pad(trace.counts, pad),
+        tokens=np.pad(trace.tokens, (0, 3)),
+        source=np.pad(trace.source, [*pad, (0, 0)]),
+    )
+    write_trace(tmp_path / "t.npz", padded)
+    read = read_trace(tmp_path / "t.npz")
+    _equal(read, trace)
+    (note,) = [each for each in read.findings if each.code is FindingCode.LEFT_OUT]
+    assert note.amount == f"3 of {trace.num_steps + 3} steps"
 
 
 def test_first_moe_layer_moves_the_layer_ids(tmp_path):

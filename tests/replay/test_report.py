@@ -12,9 +12,11 @@ from evenkeel_moe.formats import Trace
 from evenkeel_moe.model.cost import CostCurves, CostModel
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.model.placement import Placement
+from evenkeel_moe.planning.policies.registry import POLICIES
 from evenkeel_moe.planning.problem.objective import Objective
 from evenkeel_moe.replay.charts import PALETTE, lines
 from evenkeel_moe.replay.compare import Comparison, compare, write_plans
+from evenkeel_moe.replay.offline import plan_newest
 from evenkeel_moe.replay.planners import choose_planners
 from evenkeel_moe.replay.report import render_report
 from evenkeel_moe.replay.walk import Setup
@@ -71,6 +73,13 @@ def test_cells_are_shaded_by_their_distance_from_an_even_share(setup):
     shades = [shade for shade, *_ in cells]
     assert side in shades[0] and other in shades[1]
     assert shades[2:] == ["var(--paper)"] * 2
+
+
+def test_scored_steps_and_a_newest_window_without_load_have_no_value(setup):
+    setup.load[8:] = 0.0
+    assert "after: eplb, no load" in render_report(_compare(setup, "eplb"))
+    _, numbers = plan_newest("eplb", setup, None, POLICIES)
+    assert "time_over_fluid" not in numbers
 
 
 def test_wide_charts_scroll_on_a_phone(setup):

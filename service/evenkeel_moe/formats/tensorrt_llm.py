@@ -28,7 +28,7 @@ from evenkeel_moe.formats.reading import (
     read_text,
     token_counts,
 )
-from evenkeel_moe.formats.trace import Trace, drop_idle_steps
+from evenkeel_moe.formats.trace import Trace, without_idle_steps
 from evenkeel_moe.model.finding import Finding
 
 _RANK_FILE = re.compile(r"rank(\d+)\.safetensors")
@@ -66,18 +66,18 @@ def read_statistics(folder: Path, first_moe_layer: int | None) -> Trace:
     findings += (*files.damaged(), *lacking)
     whole, uneven = in_every_part(counted, "rank", "iteration")
     source = np.array([[counted[rank][step] for rank in counted] for step in whole], np.int64)
-    counts, idle = drop_idle_steps(source.sum(axis=1))
-    findings += (*uneven, *idle, *ranks_read(counted))
+    findings += (*uneven, *ranks_read(counted))
     complete = max(counted) + 1 == len(counted)
-    return Trace(
-        counts,
+    trace = Trace(
+        source.sum(axis=1),
         tuple(layers),
         folder.name,
         top_k,
-        source=source[source.any(axis=(1, 2, 3))] if complete else None,
+        source=source if complete else None,
         findings=findings,
         rank_files=len(counted),
     )
+    return without_idle_steps(trace)
 
 
 def _rank_files(folder: Path) -> dict[Path, int]:

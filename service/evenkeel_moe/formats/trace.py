@@ -1,6 +1,6 @@
 """Defines a trace: the recorded loads of one deployment, independent of the recording tool."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -150,6 +150,21 @@ def drop_idle_steps(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple
         return counts, ()
     amount = f"{int((~busy).sum())} of {len(counts)} steps"
     return counts[busy], (left_out("steps that routed nothing are left out", amount=amount),)
+
+
+def without_idle_steps(trace: Trace) -> Trace:
+    """Return a trace without steps that routed nothing; notes and errors as `drop_idle_steps`."""
+    counts, idle = drop_idle_steps(trace.counts)
+    if not idle:
+        return trace
+    busy, tokens, source = trace.counts.any(axis=(1, 2)), trace.tokens, trace.source
+    return replace(
+        trace,
+        counts=counts,
+        tokens=None if tokens is None else tokens[busy],
+        source=None if source is None else source[busy],
+        findings=(*trace.findings, *idle),
+    )
 
 
 def moe_rows(

@@ -27,7 +27,7 @@ from evenkeel_moe.formats.reading import (
     parse_json,
     token_counts,
 )
-from evenkeel_moe.formats.trace import Trace, layers_from
+from evenkeel_moe.formats.trace import Trace, layers_from, without_idle_steps
 from evenkeel_moe.model.finding import Finding, FindingCode, Severity, judge_findings
 from evenkeel_moe.planning.signals.load_findings import check_recording
 
@@ -150,7 +150,7 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
         layer_ids = tuple(token_counts(arrays["layer_ids"], "layer_ids").reshape(-1).tolist())
     else:
         findings += guessed
-    return Trace(
+    trace = Trace(
         counts,
         layer_ids,
         path.stem,
@@ -161,6 +161,7 @@ def _read_npz(path: Path, first_moe_layer: int | None) -> Trace:
         one_number(arrays, "hidden"),
         one_number(arrays, "rank_files"),
     )
+    return without_idle_steps(trace)
 
 
 def _read_findings(lines: NDArray[Any] | None) -> tuple[Finding, ...]:
@@ -187,7 +188,7 @@ def _read_findings(lines: NDArray[Any] | None) -> tuple[Finding, ...]:
 
 
 def write_trace(path: Path | str, trace: Trace) -> None:
-    """Write our own npz file, from which `read_trace` returns the same trace.
+    """Write our own npz file, from which `read_trace` returns the same steps with load.
 
     Counts are stored in the smallest type that holds them. Equal traces give equal bytes.
     """
