@@ -25,8 +25,10 @@ from evenkeel_moe.planning.problem import moe_time
 from evenkeel_moe.replay.planners import choose_planners
 from evenkeel_moe.replay.walk import Setup, Walk, walk_forward
 
-RIVALS = tuple(name for name in POLICIES if name != "keel")
-"""Policies whose placements follow from tokens or activations alone."""
+COSTED = "gem"
+"""Plans by the time of ranks, under any dispatcher: it walks once for each cost of reading."""
+RIVALS = tuple(name for name in POLICIES if name not in ("keel", COSTED))
+"""Policies whose placements follow from tokens or activations alone: they walk once."""
 
 
 def _walk(name: str, setup: Setup) -> Walk:
@@ -57,10 +59,12 @@ def time_rows(
         steps = walks["eplb"].steps.tolist()
         fixed = {"linear": Placement.linear(setup.shape), "initial": Placement.initial(setup.shape)}
         rows = []
+        mean, top_k = float(setup.load.mean()), trace.top_k or 1
         for reading in reads:
+            costed = roofline(mean, reading, DispatchModel.EVEN, top_k)
+            walks[COSTED] = _walk(COSTED, replace(setup, objective=costed))
             for dispatch in dispatches:
-                mean = float(setup.load.mean())
-                objective = roofline(mean, reading, dispatch, trace.top_k or 1)
+                objective = roofline(mean, reading, dispatch, top_k)
                 under = replace(setup, objective=objective)
                 times = {
                     name: _scored(under, steps, list(walk.placements))
