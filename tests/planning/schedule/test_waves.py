@@ -279,6 +279,16 @@ def test_limits_bound_the_whole_plan_and_copies_of_unknown_size_exceed_any_bytes
     assert PlanLimits(max_bytes=0).exceeded([], 1) is None
 
 
+def test_layers_that_take_buffers_from_each_other_without_end_are_refused_as_such():
+    shape = ModelShape(3, 2, 2, 2, 1, 10, pool_slots_per_rank=4)
+    base = Placement(np.array([[1, 0, 0, -1], [0, -1, 1, -1], [0, -1, 1, 0]]), 2, 2)
+    target = Placement(np.array([[1, 0, 0, 1], [-1, -1, 1, 0], [0, 1, -1, -1]]), 2, 2)
+    words = "layer 0 has room, but steps of 3 layers take the free buffers of the pool from each"
+    with pytest.raises(InfeasiblePlan, match=words) as refused:
+        on_one_node(base, target, shape, None)
+    assert refused.value.reason is Reason.POOL_EXCEEDED
+
+
 def test_a_wave_has_as_many_layers_as_fit():
     shape = ModelShape(5, 2, 2, 1, 1, 10)
     base, target = Placement(np.array([[0, 1]] * 5), 2, 2), Placement(np.array([[1, 0]] * 5), 2, 2)

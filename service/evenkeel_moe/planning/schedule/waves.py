@@ -48,7 +48,8 @@ def schedule_waves(
 
     Raises:
         ShapeMismatch: placements or topology of another deployment.
-        InfeasiblePlan: an expert has no replica, or staging or pool are too small even for steps.
+        InfeasiblePlan: an expert has no replica, staging or pool are too small even for steps, or
+            steps of layers take the room of each other without end.
 
     Order: by layer; with pooled slots first those that leave no rank fuller. Transfers of a batch
         are ordered by (layer, destination slot).
@@ -161,6 +162,12 @@ def _no_step_fits(
     needed = room_needed(rows[layer], target[layer], room.num_ranks)
     over = needed - room.left()
     pool, rank = divmod(int(over.argmax()), room.num_ranks)
+    if over[pool, rank] <= 0:
+        return InfeasiblePlan(
+            f"layer {layer} has room, but steps of {len(pending)} layers take the free buffers of"
+            " the pool from each other without end",
+            Reason.POOL_EXCEEDED,
+        )
     if pool:
         return InfeasiblePlan(
             f"layer {layer} fills {needed[1, rank]} empty slots on rank {rank}:"
