@@ -330,3 +330,18 @@ def test_a_few_repeated_tokens_are_no_doubt(tmp_path):
     ids[3, -12:] = ids[3, -12]
     trace = read(tmp_path, ids)
     assert told(trace, "padding") == [("note", f"11 of {48 * T} rows")]
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (np.where(lengths(), 0.0, -1e9), r"attention_mask holds -1000000000\.0\.\.0\.0"),
+        (np.where(lengths(), 0.0, -np.inf), "attention_mask holds .* not finite"),
+        (np.where(lengths(), 1.0, np.nan), "attention_mask holds .* not finite"),
+        (np.where(lengths(), "1", "0"), "attention_mask must hold numbers, holds <U1"),
+    ],
+    ids=["added to scores", "infinite", "NaN", "text"],
+)
+def test_a_mask_that_does_not_count_tokens_is_refused(tmp_path, mask, words):
+    with pytest.raises(InvalidInput, match=words):
+        read(tmp_path, routed(), attention_mask=mask)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from evenkeel_moe.errors import InvalidInput, ShapeMismatch
 from evenkeel_moe.formats.array_files import one_number
-from evenkeel_moe.formats.reading import check_counts, check_dimensions
+from evenkeel_moe.formats.reading import check_counts, check_dimensions, token_counts
 from evenkeel_moe.formats.token_routes import (
     TokenRoutes,
     count_prompts_once,
@@ -59,9 +59,12 @@ def read_routed_experts(
         raise InvalidInput(
             f"with one expert for each token, padding cannot be told apart: add {MASK}"
         )
-    if mask is not None and mask.shape != ids.shape[:2]:
-        raise ShapeMismatch(f"{MASK} must be {ids.shape[:2]}, got {mask.shape}")
-    routes = TokenRoutes.of(ids, None if mask is None else mask != 0)
+    if mask is not None:
+        if mask.shape != ids.shape[:2]:
+            raise ShapeMismatch(f"{MASK} must be {ids.shape[:2]}, got {mask.shape}")
+        # A mask that is added to scores has 0 where a token is real, and below 0 or -inf elsewhere.
+        mask = token_counts(mask.astype(np.uint8) if mask.dtype == np.bool_ else mask, MASK) != 0
+    routes = TokenRoutes.of(ids, mask)
     findings = (
         *leave_out_padding(routes),
         *find_missing_routes(routes),
