@@ -234,10 +234,12 @@ def test_tokens_of_an_empty_slot_are_in_doubt_if_they_are_many(tmp_path, tokens,
 # --- recordings of our plugins -----------------------------------------------------------------
 
 
-def record(folder, rank, first, *, start="a1b2c3d4-77", steps=2, ranks=2, experts=3, began=1.7e9):
+def record(
+    folder, rank, first, *, start="a1b2c3d4-77", steps=2, ranks=2, experts=3, top_k=2, began=1.7e9
+):
     counts = np.full((steps, 1, experts), 1 + rank, np.int64)
     numbers = np.arange(first, first + steps)
-    return write_recorded(folder, start, RecordedLoad(rank, ranks, 2, numbers, counts, began))
+    return write_recorded(folder, start, RecordedLoad(rank, ranks, top_k, numbers, counts, began))
 
 
 @pytest.mark.fault(
@@ -347,6 +349,9 @@ def test_a_recording_that_does_not_fit_is_refused(tmp_path):
         read_trace(tmp_path)
     path = record(tmp_path, 1, 0, experts=4)
     with pytest.raises(ShapeMismatch, match=r"is for \(1, 4\) layers and experts of 2 ranks"):
+        read_trace(tmp_path)
+    path = record(tmp_path, 1, 0, top_k=3)
+    with pytest.raises(ShapeMismatch, match="layers and experts of 2 ranks, top-k 3, others for"):
         read_trace(tmp_path)
     path.write_bytes(b"PK")
     with pytest.raises(InvalidInput, match="not a readable npz file"):

@@ -93,12 +93,13 @@ def read_recording(
     for path, load in files:
         with naming(path.name):
             first = first or load
-            shape, wanted = load.counts.shape[1:], first.counts.shape[1:]
-            if shape != wanted or load.num_ranks != first.num_ranks:
-                raise ShapeMismatch(
-                    f"is for {shape} layers and experts of {load.num_ranks} ranks, others for"
-                    f" {wanted} of {first.num_ranks}"
-                )
+            sizes, wanted = (
+                f"{one.counts.shape[1:]} layers and experts of {one.num_ranks} ranks, top-k"
+                f" {one.top_k}"
+                for one in (load, first)
+            )
+            if sizes != wanted:
+                raise ShapeMismatch(f"is for {sizes}, others for {wanted}")
             for step, counts in zip(load.steps.tolist(), load.counts, strict=True):
                 if step >= from_step and not sums.add(load.rank, step, counts):
                     raise InvalidInput(f"step {step} of rank {load.rank} is in two files")
