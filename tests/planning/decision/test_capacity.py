@@ -49,6 +49,12 @@ def rows_of(asked=None, **changes):
     return weigh_capacity(question(asked, **changes)).rows
 
 
+def test_later_steps_without_load_leave_time_and_balance_unknown():
+    for row in rows_of({"to_ranks": (2,)}, scored_on=np.zeros_like(LOAD[50:])):
+        assert np.isnan([row.moe_time, row.gain, row.balancedness]).all()
+        assert "MoE time unknown" in row.words
+
+
 def test_every_width_has_time_balance_memory_and_what_has_to_move():
     now, two, four, eight = rows_of({"to_ranks": (8, 2, 4)})
     assert [row.ranks for row in (now, two, four, eight)] == [4, 2, 4, 8]

@@ -356,9 +356,12 @@ def _budget_at(inputs: CapacityInputs, shape: ModelShape) -> int | None:
 def _scored(
     inputs: CapacityInputs, placement: Placement, cost: CostModel, split: SplitModel
 ) -> tuple[NDArray[np.float64], float]:
-    """Return the (T',) predicted MoE times of a placement on the later steps, and its balance."""
+    """Return the (T',) predicted MoE times of a placement on the later steps, and its balance.
+
+    Without load there are no times, and the balance is unknown.
+    """
     load = inputs.scored_on[:0] if inputs.unfit else inputs.scored_on
-    if not len(load):
+    if not load.any():
         return np.zeros(0), math.nan
     times = moe_time.step_times(load, placement, cost, split).sum(axis=1)
     return times, metrics.balancedness_mean(metrics.rank_load(load, placement, split))
