@@ -51,6 +51,16 @@ def test_the_figures_of_a_net_gain_add_up_as_they_are_printed(copy_cost):
     assert round(float(gain) - float(price) - float(net), 9) == 0
 
 
+def test_without_load_in_the_later_steps_no_number_of_replicas_is_judged():
+    load = skewed(60)
+    load[50:] = 0
+    *_, replicas = ask(load).words
+    assert replicas == (
+        "4 extra replicas per layer: what another number would save is unknown, as no later step"
+        " had load."
+    )
+
+
 def test_a_plan_on_fewer_steps_than_the_window_must_hold_says_so():
     few = ask(skewed(26))
     assert few.planned_on_steps < 24

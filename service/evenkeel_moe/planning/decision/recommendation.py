@@ -273,8 +273,10 @@ def _replica_words(cycle: CycleInputs, redundancy: Redundancy, free_bytes: int |
     """Return the sentences about the number of replicas."""
     present, advised = redundancy.present, redundancy.advised
     if advised == present:
-        kept = f"{extra_replicas(present, 'per layer')}: no other number tried pays"
-        return [f"{kept}, by the lower end of its interval."]
+        why = "no other number tried pays, by the lower end of its interval"
+        if all(math.isnan(level.gain) for level in redundancy.levels):
+            why = "what another number would save is unknown, as no later step had load"
+        return [f"{extra_replicas(present, 'per layer')}: {why}."]
     level = next(level for level in redundancy.levels if level.replicas_per_layer == advised)
     kind, least = "more" if advised > present else "fewer", cycle.settings.min_gain
     why = (
