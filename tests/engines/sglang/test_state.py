@@ -9,7 +9,13 @@ import torch
 
 from evenkeel_moe.engines.guest.guards import Unsupported
 from evenkeel_moe.engines.sglang.experts import left_behind
-from evenkeel_moe.engines.sglang.state import MoeRows, WarmUp, counting_side, dispatcher
+from evenkeel_moe.engines.sglang.state import (
+    MoeRows,
+    WarmUp,
+    counting_side,
+    dispatcher,
+    routed_weights,
+)
 
 
 def test_dense_layers_keep_their_rows():
@@ -53,6 +59,14 @@ def test_a_recorder_that_does_not_tell_what_it_counts_is_refused_by_name():
     for renamed in ({}, {"_all_physical_experts": True}, {everywhere: None}):
         with pytest.raises(Unsupported, match=f"gathers with _Renamed, whose {everywhere} is None"):
             counting_side(gatherer("_Renamed", **renamed))
+
+
+def test_a_model_that_does_not_list_the_tensors_of_its_experts_is_refused_by_name():
+    class MiniMaxM2ForCausalLM(torch.nn.Module):
+        pass
+
+    with pytest.raises(Unsupported, match="MiniMaxM2ForCausalLM does not list the tensors"):
+        routed_weights(MiniMaxM2ForCausalLM())
 
 
 MOVED, COPIED = torch.rand(4, 6), torch.rand(4, 2)

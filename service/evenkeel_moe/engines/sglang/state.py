@@ -59,8 +59,16 @@ def routed_weights(model: Any) -> dict[int, Sequence[Tensor]]:
     """Return the tensors of the experts of each MoE layer, by hidden layer, ascending.
 
     Some models hold them in SGLang's `LazyValue`, which is no mapping: it has keys and items only.
+
+    Raises:
+        Unsupported: the model does not list them.
     """
-    found = model.routed_experts_weights_of_layer
+    found = getattr(model, "routed_experts_weights_of_layer", None)
+    if found is None:
+        raise Unsupported(
+            f"{type(model).__name__} does not list the tensors of its experts, without which SGLang"
+            " moves none: a plan, or its own rebalancing, would end the server"
+        )
     return {layer: found[layer] for layer in sorted(found.keys())}
 
 
