@@ -108,6 +108,16 @@ class CommitSwaps(Participant):
         return [Swap(commit.wave, Epoch(self.epoch + 1))]
 
 
+class SwapsWhenTold(Agent):
+    """Breaks no rule by itself. Without it, the agent refuses a swap that no poll has passed."""
+
+    def _carry_out(self, action):
+        if isinstance(action, Swap):
+            self._swap(action)
+        else:
+            super()._carry_out(action)
+
+
 class PollsWithItsKeyAlone(Participant):
     def snapshot(self, now):
         view = super().snapshot(now)
@@ -372,7 +382,7 @@ RULES = (
     Mutant("R3b", "the engine moves experts, the epoch stays", Kit(participant=KeepsItsEpoch)),
     Mutant("R3c", "tells an epoch before it is saved", Kit(barrier=TellsBeforeSaved)),
     Mutant("R4", "reloads under a poll in flight", Kit(participant=ReloadsUnderPoll), "reloads"),
-    Mutant("R5", "Commit swaps", Kit(participant=CommitSwaps)),
+    Mutant("R5", "Commit swaps", Kit(participant=CommitSwaps, agent=SwapsWhenTold)),
     Mutant("R5b", "polls with the wave's key alone", Kit(participant=PollsWithItsKeyAlone)),
     Mutant("R6", "a rank drops alone", Kit(participant=DropsAlone)),
     Mutant(

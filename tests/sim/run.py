@@ -209,7 +209,8 @@ def run_seed(
     with capture_logs() as logs:
         outcome = _run(world_type(seed, kit, trace), seed, trace, hazard)
     errors = [line for line in logs if line["event"] in ERRORS]
-    if errors and outcome.violation is None:
+    # An agent with an error takes no waves, so that nothing ends.
+    if errors and outcome.violation in (None, NO_PROGRESS):
         outcome.violation, outcome.detail = AGENT_ERROR, f"{errors[0]}"
     return outcome
 

@@ -3,6 +3,7 @@
 import traceback
 from dataclasses import dataclass, field
 
+from tests.sim.checks import AGENT_ERROR
 from tests.sim.guests import run_guest_seed
 from tests.sim.hazards import HAZARDS
 from tests.sim.mutants import BY_NAME
@@ -51,7 +52,7 @@ def run_seeds(first: int, count: int) -> Tally:
 
 
 def hunt(name: str, limit: int, first: int = 0) -> Hunt:
-    """Run one mutant until an invariant catches it; an exception of the mutant is not a catch.
+    """Run one mutant until an invariant catches it; an error of the mutant is not a catch.
 
     Args:
         name: of the mutant.
@@ -65,6 +66,6 @@ def hunt(name: str, limit: int, first: int = 0) -> Hunt:
             outcome = run(seed, mutant.kit, hazard=HAZARDS.get(mutant.hazard))
         except Exception:
             continue
-        if outcome.violation is not None:
+        if outcome.violation not in (None, AGENT_ERROR):
             return Hunt(name, seed, outcome.violation, tried)
     return Hunt(name, tried=limit)

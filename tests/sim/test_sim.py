@@ -7,13 +7,14 @@ import pytest
 
 from evenkeel_moe.protocol.control_messages import PersistDocument
 from evenkeel_moe.protocol.rank.gate import Gate
+from evenkeel_moe.protocol.rank.participant import Participant
 from tests.explore.catalogue import MUTANT_WORLDS
 from tests.sim.__main__ import main
-from tests.sim.checks import TORN_MAP
+from tests.sim.checks import AGENT_ERROR, TORN_MAP
 from tests.sim.guests import run_guest_seed
 from tests.sim.hazards import HAZARDS, LEFT_OUT, hazard_of
 from tests.sim.kit import Kit
-from tests.sim.mutants import BY_NAME, NOT_SIMULATED, RULES, VotesYesAnyway
+from tests.sim.mutants import BY_NAME, NOT_SIMULATED, RULES, Mutant, VotesYesAnyway
 from tests.sim.run import FleetWorld, run_seed
 from tests.sim.scenario import SCRIPTS, parse, play
 from tests.sim.search import hunt
@@ -24,7 +25,7 @@ CATCHING_SEEDS = {
     "R2": 0,
     "R3c": 1,
     "R4": 12,
-    "R5": 0,
+    "R5": 2,
     "R5b": 14,
     "R7": 43,
     "R8": 168,
@@ -83,6 +84,18 @@ def test_every_rule_once_broken_is_caught(name):
     caught = hunt(name, 300, first=seed)
     assert caught.seed is not None, f"{mutant.breaks}: nothing noticed"
     assert run(caught.seed, hazard=hazard).violation is None, "the seed alone breaks nothing"
+
+
+class FailsAtCommit(Participant):
+    def _arm(self, commit):
+        raise RuntimeError("injected")
+
+
+def test_an_error_of_a_mutant_is_not_a_catch(monkeypatch):
+    mutant = Mutant("fails", "nothing", Kit(participant=FailsAtCommit))
+    monkeypatch.setitem(BY_NAME, "fails", mutant)
+    assert run_seed(0, mutant.kit).violation == AGENT_ERROR
+    assert hunt("fails", 5).seed is None
 
 
 @pytest.mark.parametrize("first", range(0, GUESTS, 6))
