@@ -139,6 +139,16 @@ def test_a_write_that_fails_may_have_happened():
     assert happened == {True, False}
 
 
+def test_a_group_that_ended_for_good_starts_no_more():
+    world = FleetWorld(0)
+    world.begin()
+    world.fleet.broken()
+    world.fleet.stop()
+    world.run_until(world.now + 5.0)
+    world.close()
+    assert world.fleet.generations == 1
+
+
 class TakesAnyStep(Gate):
     def advance(self, step=None):
         return super().advance()
