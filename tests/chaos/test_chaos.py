@@ -17,6 +17,7 @@ from tests.chaos.peers import PEERS, Attack
 from tests.chaos.processes import MARK, Sentinel
 from tests.chaos.run import run_chaos
 from tests.chaos.schedule import Fault, FaultKind, make_schedule
+from tests.waiting import deadline
 
 SHORT = (
     [
@@ -130,7 +131,7 @@ def test_a_defect_in_a_log_is_told(event):
 
 
 async def test_no_fault_begins_once_a_run_has_failed(tmp_path, monkeypatch):
-    playing = set()
+    playing, cancelled = set(), []
 
     async def fails(*_arguments: object) -> None:
         raise AssertionError("the operator failed")
@@ -150,7 +151,10 @@ async def test_no_fault_begins_once_a_run_has_failed(tmp_path, monkeypatch):
         async def play(self, *_args: object) -> None:
             playing.add(asyncio.current_task())
             try:
-                await asyncio.Event().wait()
+                await asyncio.sleep(deadline(3))  # Without an end of its own, a run would hang.
+            except asyncio.CancelledError:
+                cancelled.append(asyncio.current_task())
+                raise
             finally:
                 playing.discard(asyncio.current_task())
 
@@ -161,6 +165,7 @@ async def test_no_fault_begins_once_a_run_has_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "Arena", FailingArena)
     result = await run_chaos(tmp_path, 1, 0.0, least_resizes=0)
     assert result.broken[0] == "AssertionError: the operator failed"
+    assert len(cancelled) == 3, "the faults of all lists are cancelled"
 
 
 @pytest.mark.parametrize("kind", [FaultKind.SLOW_STORE, FaultKind.SLOW_LINKS])
