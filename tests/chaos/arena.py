@@ -68,6 +68,8 @@ class Arena:
     num_ranks: int = 8
     settings: dict[str, str] = field(default_factory=dict)
     struck: list[Struck] = field(default_factory=list)
+    not_done: list[FaultKind] = field(default_factory=list)
+    """The faults of the schedule that had nothing to strike: no leader, primary or room."""
 
     def __post_init__(self) -> None:
         ports = free_ports(9)
@@ -197,9 +199,11 @@ class Arena:
             if fault.kind.changes_leader or fault.kind.changes_primary:
                 await self._aim()
             struck = await self._strike(fault)
-            if struck is not None:
-                say(f"{struck.began - began:6.1f} s  {struck.kind} {struck.target}")
-            if struck is not None and fault.kind.resizes:
+            if struck is None:
+                self.not_done.append(fault.kind)
+                continue
+            say(f"{struck.began - began:6.1f} s  {struck.kind} {struck.target}")
+            if fault.kind.resizes:
                 await self.resizes.plans_go_on(struck.ended)
 
     async def _aim(self) -> None:

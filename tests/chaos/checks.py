@@ -20,6 +20,7 @@ __all__ = [
     "bad_plans",
     "bad_ranks",
     "bad_series",
+    "excuses",
     "gaps",
     "too_many_fds",
 ]
@@ -76,15 +77,34 @@ def bad_plans(plans: Sequence[PlanLife], struck: Sequence[Struck]) -> Iterator[s
     for plan in plans:
         if plan.accepted_at and not plan.ended_at:
             yield f"{plan.plan_id} never ended: {plan.phase} {plan.reason}"
-        if not plan.ended_at or plan.phase in ("committed", "forgotten", "outgrown"):
-            continue
-        kinds = {s.kind for s in struck if s.overlaps(plan.asked_at, plan.ended_at, _AFTERMATH_S)}
-        allowed = _CAUSES.get(plan.reason, _FAILURES)
-        if not kinds & allowed:
+        if _failed(plan) and not _explaining(plan, struck):
+            kinds = sorted({s.kind for s in _near(plan, struck)})
             yield (
-                f"{plan.plan_id} ended {plan.phase} {plan.reason},"
-                f" which no fault explains: {sorted(kinds)}"
+                f"{plan.plan_id} ended {plan.phase} {plan.reason}, which no fault explains: {kinds}"
             )
+
+
+def excuses(plans: Sequence[PlanLife], struck: Sequence[Struck]) -> Counter[tuple[str, str]]:
+    """Count the failed plans that faults explain, by (reason, kinds of these faults)."""
+    found = Counter[tuple[str, str]]()
+    for plan in plans:
+        if _failed(plan) and (kinds := _explaining(plan, struck)):
+            found[plan.reason, " ".join(sorted(kinds))] += 1
+    return found
+
+
+def _failed(plan: PlanLife) -> bool:
+    return bool(plan.ended_at) and plan.phase not in ("committed", "forgotten", "outgrown")
+
+
+def _near(plan: PlanLife, struck: Sequence[Struck]) -> list[Struck]:
+    """Return the faults from shortly before a plan was asked for to its end."""
+    return [s for s in struck if s.overlaps(plan.asked_at, plan.ended_at, _AFTERMATH_S)]
+
+
+def _explaining(plan: PlanLife, struck: Sequence[Struck]) -> set[FaultKind]:
+    """Return the kinds of faults near a failed plan that can cause its reason."""
+    return {s.kind for s in _near(plan, struck)} & _CAUSES.get(plan.reason, _FAILURES)
 
 
 def gaps(folder: Path, struck: Sequence[Struck]) -> list[Gap]:

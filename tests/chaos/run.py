@@ -257,6 +257,10 @@ def _check_records(
     figures["plan records lost and asked for again"] = sum(plan.lost for plan in plans)
     for kind, count in sorted(Counter(s.kind for s in struck).items()):
         figures[f"fault {kind}"] = count
+    for kind, count in sorted(Counter(arena.not_done).items()):
+        figures[f"fault {kind}, not done"] = count
+    for (reason, kinds), count in sorted(checks.excuses(plans, struck).items()):
+        figures[f"plans excused, {reason} near {kinds}"] = count
     for answer, count in sorted(arena.operator.answers.items()):
         figures[f"answer {answer}"] = count
     for least, have, what in (

@@ -10,8 +10,8 @@ import pytest
 
 from evenkeel_moe.engines.reference.config import RankConfig
 from tests.chaos import peers, run
-from tests.chaos.arena import Arena
-from tests.chaos.checks import SERVING_BOUND_S, bad_logs
+from tests.chaos.arena import Arena, Struck
+from tests.chaos.checks import SERVING_BOUND_S, bad_logs, bad_plans, excuses
 from tests.chaos.operator import Operator, PlanLife
 from tests.chaos.peers import PEERS, Attack
 from tests.chaos.processes import MARK, Sentinel
@@ -166,6 +166,28 @@ async def test_no_fault_begins_once_a_run_has_failed(tmp_path, monkeypatch):
     result = await run_chaos(tmp_path, 1, 0.0, least_resizes=0)
     assert result.broken[0] == "AssertionError: the operator failed"
     assert len(cancelled) == 3, "the faults of all lists are cancelled"
+
+
+def test_a_failed_plan_that_a_fault_explains_is_counted():
+    life = PlanLife("p", 190.0, accepted_at=200.0, ended_at=220.0, phase="aborted")
+    life.reason = "rank_lost"
+    early = Struck(FaultKind.STOP_RANK, "rank 1", 100.0, 102.0)
+    near = Struck(FaultKind.STOP_RANK, "rank 1", 180.0, 182.0)
+    grown = Struck(FaultKind.GROW, "4 to 6 ranks", 190.0, 200.0)
+    assert not excuses([life], [early, grown])
+    (told,) = bad_plans([life], [early, grown])
+    assert "rank_lost" in told and "grow" in told
+    assert excuses([life], [early, near, grown]) == {("rank_lost", "stop_rank"): 1}
+    assert list(bad_plans([life], [near])) == []
+
+
+async def test_a_fault_that_has_nothing_to_strike_is_counted(tmp_path):
+    arena = Arena(tmp_path, 1)
+    try:  # No controller runs, so there is no leader.
+        await arena.play([Fault(0.0, FaultKind.STOP_FOLLOWER, 0.0, 1)], 0.0, print)
+        assert (arena.not_done, arena.struck) == ([FaultKind.STOP_FOLLOWER], [])
+    finally:
+        await arena.stop()
 
 
 @pytest.mark.parametrize("kind", [FaultKind.SLOW_STORE, FaultKind.SLOW_LINKS])
