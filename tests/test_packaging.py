@@ -55,6 +55,8 @@ OFFERED: dict[str, tuple[str, ...]] = {
     "safetensors": ("0.8.0",),
 }
 """Versions in the folder that pip resolves from; every other package has its pinned one."""
+IMAGE = {"python_version": "3.11", "python_full_version": "3.11.14"}
+"""The image has the newest Python 3.11; redis needs one more package before 3.11.3."""
 
 
 def pins() -> dict[str, str]:
@@ -67,14 +69,14 @@ def plain(name: str) -> str:
 
 
 def closure(name: str, extra: str) -> set[str]:
-    """Return the packages that an installed one needs, and those that they need."""
+    """Return the packages that an installed one needs in the image, and those that they need."""
     found: set[tuple[str, str]] = set()
     waiting = [(plain(name), extra)]
     while waiting:
         one, chosen = waiting.pop()
         for line in metadata.requires(one) or ():
             need = Requirement(line)
-            if need.marker is None or need.marker.evaluate({"extra": chosen}):
+            if need.marker is None or need.marker.evaluate({**IMAGE, "extra": chosen}):
                 new = {(plain(need.name), each) for each in (*need.extras, "")} - found
                 found |= new
                 waiting += new

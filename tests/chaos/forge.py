@@ -33,7 +33,9 @@ def unpack(archive: Path, folder: Path) -> None:
     Its logs are plain in the archive, which compresses better, and are compressed here.
     """
     with tarfile.open(archive) as file:
-        file.extractall(folder, filter="data")
+        # Python below 3.11.4 has no filters; from 3.12 on, extracting without one is a warning.
+        file.extraction_filter = getattr(tarfile, "data_filter", None)
+        file.extractall(folder)
     for name in (WIRE, DUMPS):
         plain = folder / name.removesuffix(".gz")
         with gzip.open(folder / name, "wb", compresslevel=1) as out:
