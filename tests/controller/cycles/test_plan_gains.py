@@ -1,6 +1,7 @@
 """What a plan delivered: the steps that count, when it is told, and where it is kept."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -202,6 +203,23 @@ async def test_a_measured_gain_is_stored_with_the_plan_and_outlives_a_restart(ri
     assert len(rig.member.control.records.get(BAD).story) == len(record.story), "once"
     await rig.restart()
     assert rig.member.control.records.get(BAD).delivered == record.delivered
+
+
+async def test_a_result_that_the_machine_has_not_taken_yet_is_told_again_unchanged(rig):
+    """While the store does not answer, events wait, and a plan is not measured anew."""
+    append(rig, window(0, 100, 0, BASE))
+    await rig.migrate()
+    append(rig, window(100, full(rig), 1, AFTER_ONE))
+    gains, waiting = rig.member.planner.gains, []
+    inbox, gains.inbox = gains.inbox, SimpleNamespace(post=waiting.append)
+    await rig.member.measure_plans()
+    await rig.member.measure_plans()
+    first, second = waiting
+    assert first == second and first.delivered.gain is not None
+    gains.inbox = inbox
+    await rig.member.measure_plans()
+    await until(lambda: rig.member.control.records.get(BAD).delivered)
+    assert rig.member.control.records.get(BAD).delivered == first.delivered
 
 
 async def test_a_plan_with_one_measured_step_in_eight_is_measured_when_the_window_is_full(rig):

@@ -188,11 +188,14 @@ class PlanGains:
     """Oldest plan first."""
     _tried: dict[PlanId, int] = field(default_factory=dict, init=False)
     """Steps after a plan with which it could not be measured yet."""
+    _told: dict[PlanId, DeliveredGain] = field(default_factory=dict, init=False)
+    """Results that the machine may not have taken yet: it waits while the store does not answer."""
 
     def forget(self) -> None:
         """Start again: step numbers begin again with another generation."""
         self._began.clear()
         self._tried.clear()
+        self._told.clear()
 
     def plan_begins(self, plan_id: PlanId) -> None:
         """Note that the first wave of a plan goes out."""
@@ -217,8 +220,13 @@ class PlanGains:
             for record in self.control.records.by_id.values()
             if record.phase is PlanPhase.COMMITTED and record.delivered is None
         ]
+        waiting = {record.plan.plan_id for record in committed}
+        self._told = {plan: found for plan, found in self._told.items() if plan in waiting}
         for record in committed:
             plan, split = record.plan, self.loads.split()
+            if found_before := self._told.get(plan.plan_id):
+                self.inbox.post(ctl.PlanMeasured(plan.plan_id, found_before))
+                continue
             began = self._began.get(plan.plan_id)
             if began is None:
                 at = self.clock.unix()
@@ -271,4 +279,5 @@ class PlanGains:
             steps=found.steps,
             unknown_because=found.unknown_because or None,
         )
+        self._told[record.plan.plan_id] = found
         self.inbox.post(ctl.PlanMeasured(record.plan.plan_id, found))
