@@ -140,6 +140,16 @@ def run(values):
     return reasons
 
 
+def test_no_number_of_consecutive_windows_lets_a_balanced_load_be_planned():
+    balanced = replace(
+        POOR,
+        balancedness_mean=0.95,
+        memory=GateMemory(),
+        settings=replace(SETTINGS, consecutive_windows=0),
+    )
+    assert decide_before(balanced).reason is Reason.BALANCE_ABOVE_THRESHOLD
+
+
 def test_planning_starts_after_consecutive_windows_and_stops_with_hysteresis():
     wait, go, stop = (
         Reason.WAITING_CONSECUTIVE_WINDOWS,

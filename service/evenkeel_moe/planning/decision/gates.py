@@ -307,7 +307,7 @@ def _decide_on_balance(inputs: GateInputs, window: MeasuredWindow) -> Decision:
         numbers["starts_below"] = starts_below
     below = window.deciding.window < starts_below
     windows_below = inputs.memory.windows_below + 1 if below else 0
-    planning = windows_below >= settings.consecutive_windows or (
+    planning = (below and windows_below >= settings.consecutive_windows) or (
         inputs.memory.planning and window.deciding.window < settings.stop_above
     )
     memory = replace(inputs.memory, windows_below=windows_below, planning=planning)
