@@ -82,8 +82,8 @@ class PlanExecutor:
         """The placement after the running wave; None for a found wave."""
         self._durations: WaveDurations | None = None
         self._wave_over = True
-        self._waiting: tuple[PlanId, float, set[str]] | None = None
-        """The plan that cannot go on, since when, and the details that its story has."""
+        self._waiting: tuple[PlanId, float] | None = None
+        """The plan that cannot go on, and since when."""
 
     @property
     def running(self) -> bool:
@@ -401,16 +401,13 @@ class PlanExecutor:
     ) -> list[ControlAction]:
         """Let a plan wait that cannot go on yet; after a while its record is `stalled`.
 
-        Its story has each detail once: ranks that come and go would fill it.
+        Its story has each reason once: ranks that come and go would fill it.
         """
         if self._waiting is None or self._waiting[0] != record.plan.plan_id:
-            told = {row.get("detail", "") for row in record.story[-1:]}
-            self._waiting = record.plan.plan_id, now, told
-        stalled, (_, since, told) = PlanPhase.STALLED, self._waiting
-        is_told = record.reason is reason and detail in told
-        if now - since < self.timing.wave.stall_after_s or is_told:
+            self._waiting = record.plan.plan_id, now
+        stalled = PlanPhase.STALLED
+        if now - self._waiting[1] < self.timing.wave.stall_after_s or record.reason is reason:
             return []
-        told.add(detail)
         unix = now + self.unix_offset_s
         change = self.records.change(
             record, "stalled", unix, phase=stalled, reason=reason, detail=detail
