@@ -189,6 +189,18 @@ async def test_a_wave_that_a_new_leader_finds_is_counted_once_and_its_duration_i
     assert [(seconds, moves) for _, seconds, moves, _ in counted] == [(None, 1)]
 
 
+async def test_a_leader_that_was_fenced_off_leaves_a_wave_to_the_next_one_to_count():
+    store, deployment, lease = await leading()
+    counted = []
+    deployment.executor.log.metrics.wave_committed = lambda *args: counted.append(args)  # type: ignore[method-assign]
+    deployment.control.records.add(plan_of(), PlanPhase.MIGRATING, Reason.PLAN_STARTED, 0.0)
+    await store.release_lease(DEMO, lease)
+    await store.acquire_lease(DEMO, "another", 60.0, 0)
+    ended = ctl.WaveEnded(key_of(index=0), True, Reason.COMMITTED)
+    await deployment.driver._carry_out([HOLD, ended])
+    assert counted == []
+
+
 async def test_an_acknowledgement_that_is_repeated_is_no_stall_of_a_step():
     _, deployment, _ = await leading()
     stalls = []

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from evenkeel_moe.controller.deployment.action_log import ActionLog
 from evenkeel_moe.controller.leadership.leadership import Leadership
@@ -107,6 +107,9 @@ class ActionExecutor:
             case ctl.WaveBegins(prepare):
                 self.log.wave_begins(prepare.wave)
                 self.expect_wave(prepare)
+            case ctl.WaveEnded() if self.leadership.machine_term <= self._fenced_term:
+                # The next leader finds the wave, and its record counts it.
+                self.log.wave_ended(replace(action, newly_counted=False))
             case ctl.WaveEnded():
                 self.log.wave_ended(action)
             case ctl.WaveHealth():
