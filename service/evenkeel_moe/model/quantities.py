@@ -34,9 +34,14 @@ def bytes_text(value: float | None) -> str:
     return f"{value:.0f} B"
 
 
+def size_text(nbytes: int | None) -> str:
+    """Return the bytes of copies: `6 MB`, or `of unknown size`."""
+    return "of unknown size" if nbytes is None else bytes_text(nbytes)
+
+
 def copies_text(copies: str, nbytes: int | None) -> str:
     """Return counted copies with their bytes: `3 copies, 6 MB` or `3 copies of unknown size`."""
-    return f"{copies} of unknown size" if nbytes is None else f"{copies}, {bytes_text(nbytes)}"
+    return f"{copies}{' ' if nbytes is None else ', '}{size_text(nbytes)}"
 
 
 def duration_text(seconds: float | None, digits: int = 3) -> str:

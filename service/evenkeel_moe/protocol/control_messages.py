@@ -360,7 +360,8 @@ class WaveEnded:
     committed: bool
     reason: Reason
     newly_counted: bool = True
-    """False if the record of a committed wave's plan counted it before, or had ended."""
+    """False if the record of a committed wave's plan counted it before, had ended, or is left to
+    another leader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,8 +375,6 @@ class WaveHealth:
     stalled: bool
     reason: Reason | None
     detail: str = ""
-    ranks: tuple[EpRank, ...] = ()
-    """The ranks it waits for, if it is because of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,22 +279,6 @@ def test_unreachable_rank_stalls_and_never_ends_the_wave(state):
     assert only(again, ctl.SendToRank).stream == 60
 
 
-def test_a_stalled_wave_names_each_rank_that_is_lost_once():
-    """R14: one that comes and goes does not fill the story of the plan."""
-    wave = coordinator_in(C.ABORTING)
-    told = wave.handle(ctl.RankLost(EpRank(1)), 1.0)
-    told += wave.handle(ctl.RankLost(EpRank(0)), 2.0)
-    for t in (3.0, 5.0):
-        told += wave.handle(ctl.RankConnected(EpRank(0), 1, 50 + int(t)), t)
-        told += wave.handle(msg.Tick(), t)
-        told += wave.handle(ctl.RankLost(EpRank(0)), t + 1.0)
-    assert [health.ranks for health in of_kind(told, ctl.WaveHealth)] == [(1,), (0, 1)]
-    assert [health.detail for health in of_kind(told, ctl.WaveHealth)] == [
-        "ranks [1] are not heard",
-        "ranks [0, 1] are not heard",
-    ]
-
-
 def test_a_stalled_wave_that_ends_aborted_is_no_longer_reported_as_stalled():
     wave = coordinator_in(C.ABORTING)
     wave.handle(from_rank(0, GONE), 0.0)

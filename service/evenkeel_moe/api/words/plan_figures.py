@@ -8,7 +8,6 @@ from evenkeel_moe.model.cost import CostSource
 from evenkeel_moe.model.delivered import DeliveredGain
 from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord
 from evenkeel_moe.model.quantities import (
-    bytes_text,
     counted,
     duration_text,
     figure,
@@ -16,6 +15,7 @@ from evenkeel_moe.model.quantities import (
     saving,
     saving_range,
     share,
+    size_text,
 )
 from evenkeel_moe.ports.status import DeploymentStatus
 
@@ -104,8 +104,7 @@ def preview_figures(plan: Plan, status: DeploymentStatus) -> list[Figure]:
 
 def _effort(plan: Plan, committed: int | None) -> Iterator[Figure]:
     """Yield what a plan moves; `committed` are the waves so far, None before it is made."""
-    size = "of unknown size" if plan.nbytes is None else bytes_text(plan.nbytes)
-    yield Figure("Copies between ranks", f"{plan.moves:,}", size)
+    yield Figure("Copies between ranks", f"{plan.moves:,}", size_text(plan.nbytes))
     waves, layers = f"{len(plan.waves)}", len({n for wave in plan.waves for n in wave.layers})
     done = waves if committed is None else f"{committed} of {waves} committed"
     yield Figure("Waves", done, counted(layers, "layer changes", "layers change"))

@@ -91,11 +91,15 @@ class ActionExecutor:
             case ctl.PersistDecision(row):
                 await store.append_decision(deployment, row)
 
+    def _is_fenced(self) -> bool:
+        """Return True if another replica leads, and the machine does not know it yet."""
+        return self.leadership.machine_term <= self._fenced_term
+
     def perform(self, action: ctl.ControlAction) -> None:
         """Carry out an action that is not a write."""
         match action:
-            case ctl.SendToRank() if self.leadership.machine_term <= self._fenced_term:
-                return  # R13: another replica leads, and the machine does not know it yet.
+            case ctl.SendToRank() if self._is_fenced():
+                return  # R13.
             case ctl.SendToRank(rank, stream, message):
                 self.ranks.send(rank, stream, message)
             case ctl.CloseStream(_, stream, reason, detail):
@@ -107,11 +111,10 @@ class ActionExecutor:
             case ctl.WaveBegins(prepare):
                 self.log.wave_begins(prepare.wave)
                 self.expect_wave(prepare)
-            case ctl.WaveEnded() if self.leadership.machine_term <= self._fenced_term:
-                # The next leader finds the wave, and its record counts it.
-                self.log.wave_ended(replace(action, newly_counted=False))
             case ctl.WaveEnded():
-                self.log.wave_ended(action)
+                # A fenced leader could not store the wave: the next one finds it and counts it.
+                counts = action.newly_counted and not self._is_fenced()
+                self.log.wave_ended(replace(action, newly_counted=counts))
             case ctl.WaveHealth():
                 self.log.wave_health(action)
             case ctl.Alert():

@@ -8,7 +8,7 @@ one rank is at the new epoch, and of an abort when all R ranks have dropped the 
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from evenkeel_moe.errors import IllegalEvent, Reason
 from evenkeel_moe.model.ids import Epoch, EpRank
@@ -90,8 +90,6 @@ class Coordinator:
         self.detail = ""
         self.health: WaveHealth | None = None
         """Set while the wave waits for something an operator should know (R14)."""
-        self._named: set[EpRank] = set()
-        """The ranks that were reported with the reason of `health`."""
         self._elsewhere: set[EpRank] = set()
         """The ranks that are at another epoch or map than the wave leads to, if they swapped it."""
         self._entered_at = 0.0
@@ -346,7 +344,7 @@ class Coordinator:
             return []
         lost = [rank for rank in pending if self.peers[rank].lost]
         if lost:
-            return self._stall(Reason.RANK_LOST, f"ranks {lost} are not heard", lost)
+            return self._stall(Reason.RANK_LOST, f"ranks {lost} are not heard")
         if self.peers.is_unsent():
             # The ranks' time to answer begins when they can be asked.
             self._entered_at, self._entered_step = now, self._step
@@ -370,27 +368,19 @@ class Coordinator:
         if waited < timing.stall_after_s or (needs_steps and steps < timing.stall_after_steps):
             return self._set_health(None)
         reason, words = _STALLED_FOR[self.state]
-        return self._stall(reason, f"{words} ranks {pending} in {waited:.0f} s", pending)
+        return self._stall(reason, f"{words} ranks {pending} in {waited:.0f} s")
 
-    def _stall(
-        self, reason: Reason, detail: str, ranks: Sequence[EpRank] = ()
-    ) -> list[CoordinatorAction]:
+    def _stall(self, reason: Reason, detail: str) -> list[CoordinatorAction]:
         """R14: report the wave as stalled; it never ends for that."""
-        return self._set_health(WaveHealth(self.wave, True, reason, detail, tuple(ranks)))
+        return self._set_health(WaveHealth(self.wave, True, reason, detail))
 
     def _set_health(self, health: WaveHealth | None) -> list[CoordinatorAction]:
-        """Report a change of health, once for each reason and each rank that comes to it.
-
-        Ranks that come and go would fill the plan's story.
-        """
-        before, health_now = self.health, health or WaveHealth(self.wave, False, None)
-        if (before and before.reason) != health_now.reason:
-            self._named = set()
-        elif self._named.issuperset(health_now.ranks):
+        """Report a change of health, once for each reason."""
+        before = self.health
+        if (before and before.reason) == (health and health.reason):
             return []
         self.health = health
-        self._named.update(health_now.ranks)
-        return [health_now]
+        return [health if health is not None else WaveHealth(self.wave, False, None)]
 
     # --- moves ------------------------------------------------------------------------------------
 
