@@ -235,7 +235,7 @@ def test_tokens_of_an_empty_slot_are_in_doubt_if_they_are_many(tmp_path, tokens,
 
 
 def record(
-    folder, rank, first, *, start="a1b2c3d4-77", steps=2, ranks=2, experts=3, top_k=2, began=1.7e9
+    folder, rank, first, *, start="a1b2c3d4-77", steps=2, ranks=2, experts=3, top_k=3, began=1.7e9
 ):
     counts = np.full((steps, 1, experts), 1 + rank, np.int64)
     numbers = np.arange(first, first + steps)
@@ -268,7 +268,7 @@ def test_the_loads_of_all_ranks_add_up_and_steps_that_one_lacks_are_left_out(tmp
     assert newest_step(tmp_path) == ("a1b2c3d4", 3)
     trace = read_trace(tmp_path, first_moe_layer=4)
     assert trace.counts.tolist() == [[[3, 3, 3]]] * 2
-    assert (trace.layer_ids, trace.top_k) == ((4,), 2)
+    assert (trace.layer_ids, trace.top_k) == ((4,), 3)
     assert said(trace) == [("left_out", "2 of 4 steps; rank 1 has 2, rank 0 4")]
 
 
@@ -350,8 +350,8 @@ def test_a_recording_that_does_not_fit_is_refused(tmp_path):
     path = record(tmp_path, 1, 0, experts=4)
     with pytest.raises(ShapeMismatch, match=r"is for \(1, 4\) layers and experts of 2 ranks"):
         read_trace(tmp_path)
-    path = record(tmp_path, 1, 0, top_k=3)
-    with pytest.raises(ShapeMismatch, match="layers and experts of 2 ranks, top-k 3, others for"):
+    path = record(tmp_path, 1, 0, top_k=2)
+    with pytest.raises(ShapeMismatch, match="layers and experts of 2 ranks, top-k 2, others for"):
         read_trace(tmp_path)
     path.write_bytes(b"PK")
     with pytest.raises(InvalidInput, match="not a readable npz file"):

@@ -77,7 +77,7 @@ def check_trace(trace: Trace, accept: Collection[str] = ()) -> Trace:
     Raises:
         InvalidInput: a finding refuses the trace, or a code is unknown.
     """
-    shown = check_recording(trace.counts, trace.layer_ids)
+    shown = check_recording(trace.counts, trace.layer_ids, trace.top_k)
     # A file of our own repeats what its counts showed when it was written.
     known = {(each.code, each.what, each.where): each for each in (*trace.findings, *shown)}
     return replace(trace, findings=judge_findings(known.values(), accept))

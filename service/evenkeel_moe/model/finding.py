@@ -30,6 +30,7 @@ class FindingCode(StrEnum):
     IDLE_EXPERTS = "idle_experts"
     RISING_TOTALS = "rising_totals"
     REPEATED_STEPS = "repeated_steps"
+    IMPOSSIBLE_CHOICES = "impossible_choices"
 
     # What a reader found in a file.
     LEFT_OUT = "left_out"

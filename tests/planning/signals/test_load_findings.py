@@ -196,6 +196,26 @@ def test_a_part_that_is_in_a_recording_twice_is_named(again):
     assert where == f"steps 24..{24 + len(counts[again]) - 1}"
 
 
+@BROKEN
+@pytest.mark.parametrize(
+    ("choices", "severity"),
+    [([8, 4, 4, 0], None), ([9, 3, 3, 1], "doubt"), ([8, 4, 3, 0], "doubt")],
+    ids=["possible", "more choices of an expert than tokens", "a choice is missing"],
+)
+def test_counts_that_top_k_cannot_give_are_named(choices, severity):
+    counts = np.tile(np.array(choices, np.int64), (3, 2, 1))
+    told = {each.code: each for each in check_recording(counts, (3, 7), 2)}
+    impossible = told.get(FindingCode.IMPOSSIBLE_CHOICES)
+    assert (impossible and impossible.severity) == severity
+    if impossible is not None:
+        assert impossible.amount.startswith(
+            "6 of 6 sums of a layer and step; first: step 0, layer 3"
+        )
+    assert FindingCode.IMPOSSIBLE_CHOICES not in {
+        each.code for each in check_recording(counts, (3, 7))
+    }
+
+
 def test_a_window_is_checked_by_its_sums():
     counts = routed()
     counts[:, :, 4:8] = 0

@@ -30,18 +30,22 @@ FEWEST_STEPS = 8
 """Steps below which totals that only rise, or steps that repeat, may be chance."""
 
 
-def check_recording(counts: NDArray[np.int64], layer_ids: Sequence[int]) -> tuple[Finding, ...]:
+def check_recording(
+    counts: NDArray[np.int64], layer_ids: Sequence[int], top_k: int | None = None
+) -> tuple[Finding, ...]:
     """Return what the counts of a recording show; the rows are MoE layers.
 
     Args:
         counts: (T, L, E) [tokens] each step.
         layer_ids: (L,) the names of the layers in the findings.
+        top_k: experts that a token chooses; None if it is not known.
     """
     return (
         *check_window(counts.sum(axis=2), counts.max(axis=0, initial=0) > 0, layer_ids),
         *_equal_layers(counts, layer_ids),
         *_rising_totals(counts),
         *_repeated_steps(counts),
+        *(() if top_k is None else _impossible_choices(counts, layer_ids, top_k)),
     )
 
 
@@ -301,5 +305,28 @@ def _repeated_steps(counts: NDArray[np.int64]) -> tuple[Finding, ...]:
             spans("step", again),
             f"{len(again)} of {len(counts)} steps",
             "A part of the recording may be in it twice. Leave it out, or record again",
+        ),
+    )
+
+
+def _impossible_choices(
+    counts: NDArray[np.int64], layer_ids: Sequence[int], top_k: int
+) -> tuple[Finding, ...]:
+    """Find layers in which tokens cannot have chosen `top_k` experts each, all of them once."""
+    sums = counts.sum(axis=2)
+    broken = (sums % top_k != 0) | (counts.max(axis=2, initial=0) * top_k > sums)
+    if not broken.any():
+        return ()
+    step, row = np.argwhere(broken)[0]
+    return (
+        Finding(
+            FindingCode.IMPOSSIBLE_CHOICES,
+            grave(float(broken.mean()), MOST_DEVIATION),
+            f"layers have counts that tokens with {top_k} different experts each cannot give",
+            amount=f"{int(broken.sum())} of {broken.size} sums of a layer and step; first: step"
+            f" {step}, layer {layer_ids[row]} has {sums[step, row]} choices,"
+            f" {counts[step, row].max()} of one expert",
+            advice="Choices may be missing, or top-k is another number. Record again",
+            share=float(broken.mean()),
         ),
     )
