@@ -3,7 +3,7 @@
 import gzip
 import json
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from tests.chaos.judge.wire_log import (
     Record,
     RecordKind,
     pack_record,
-    read_records,
 )
 
 __all__ = ["Forger", "unpack"]
@@ -49,12 +48,13 @@ class Forger:
     Args:
         folder: of the run; it is changed.
         case: the facts before any change.
+        records: of the wire before any change.
     """
 
-    def __init__(self, folder: Path, case: Case) -> None:
+    def __init__(self, folder: Path, case: Case, records: Sequence[Record]) -> None:
         self.folder = folder
         self.case = case
-        self._records = list(read_records(folder / WIRE))
+        self._records = list(records)
 
     # --- what ranks wrote ---
 
@@ -169,7 +169,7 @@ class Forger:
     def write_wire(self) -> None:
         """Write the changed log of the wire."""
         with gzip.open(self.folder / WIRE, "wb", compresslevel=1) as file:
-            file.writelines(pack_record(record) for record in self._records)
+            file.write(b"".join(pack_record(record) for record in self._records))
 
     def _replace(self, message: WireMessage, old: bytes, new: bytes) -> None:
         position = message.read.position

@@ -18,10 +18,11 @@ import zstandard
 from tests.chaos.forge import Forger, unpack
 from tests.chaos.forgeries import FORGERIES
 from tests.chaos.judge import rules_outcomes
-from tests.chaos.judge.case import read_case
+from tests.chaos.judge.case import WIRE, read_case
 from tests.chaos.judge.store import PlanFacts, StoreDump
 from tests.chaos.judge.verdict import judge
 from tests.chaos.judge.wire import Moment, StoreWrite
+from tests.chaos.judge.wire_log import read_records
 from tests.waiting import deadline
 
 RECORDED = Path(__file__).parent / "recorded.tar.xz"
@@ -40,10 +41,15 @@ def facts(run):
     return read_case(run)
 
 
+@pytest.fixture(scope="module")
+def records(run):
+    return list(read_records(run / WIRE))
+
+
 @pytest.fixture
-def forger(run, facts, tmp_path):
+def forger(run, facts, records, tmp_path):
     shutil.copytree(run, tmp_path / "run")
-    return Forger(tmp_path / "run", facts)
+    return Forger(tmp_path / "run", facts, records)
 
 
 def test_the_judge_alone_finds_nothing_in_the_recorded_run(run):
