@@ -70,10 +70,12 @@ async def test_a_store_that_turned_read_only_is_left_and_followed(start_server):
         # The address leads to the new primary; the connection still leads to the old one.
         front.target = other.port
         await old.execute_command("REPLICAOF", "127.0.0.1", str(other.port))
-        with pytest.raises(Unavailable, match="ReadOnlyError"):
-            await store.store_document(OF_RECORDS, "policy", {"mode": "observe"}, 2)
         await store.store_document(OF_RECORDS, "policy", {"mode": "observe"}, 2)
         assert await store.fetch_document(OF_RECORDS, "policy") == {"mode": "observe"}
+        # There is nothing to follow while the new primary is read-only too.
+        await client.execute_command("REPLICAOF", "127.0.0.1", str(one.port))
+        with pytest.raises(Unavailable, match="ReadOnlyError"):
+            await store.store_document(OF_RECORDS, "policy", {"mode": "auto"}, 2)
 
 
 async def test_slow_answers_are_waited_for_up_to_the_timeout_and_no_longer(start_server):

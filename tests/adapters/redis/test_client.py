@@ -104,6 +104,7 @@ def test_options_that_would_be_ignored_are_refused(url, words):
         ("redis://h:1?socket_timeout=soon", "socket_timeout"),
         ("redis://h:1/main", "database 'main' is no number"),
         ("redis+cluster://h:1/main", "database 'main' is no number"),
+        ("redis+cluster://h:1/3", "'db' must be 0"),
     ],
 )
 def test_options_that_redis_would_refuse_later_stop_the_start(url, words):
@@ -123,6 +124,16 @@ def test_options_that_redis_would_refuse_later_stop_the_start(url, words):
 )
 def test_options_that_redis_takes_are_taken(url):
     assert connect(url, timeout_s=1) is not None
+
+
+@pytest.mark.fault(
+    "a controller whose cluster is out of reach",
+    "the client's error was no store error: the task that asked ended, and the controller with it",
+)
+async def test_a_cluster_out_of_reach_is_unavailable(unused_tcp_port):
+    async with connected(f"redis+cluster://127.0.0.1:{unused_tcp_port}", timeout_s=1) as client:
+        with pytest.raises(Unavailable, match="RedisClusterException"):
+            await RedisDeploymentStore(client).ping()
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])

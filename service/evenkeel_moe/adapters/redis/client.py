@@ -14,11 +14,19 @@ from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster, Sentinel
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError, ReadOnlyError, RedisError
+from redis.exceptions import (
+    NoPermissionError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+)
 
 from evenkeel_moe.errors import InvalidInput, Unavailable
 
 Client = Redis | RedisCluster
+
+_ERRORS = (RedisError, RedisClusterException)
+"""The errors of redis-py; that of a Cluster without a node in reach is no RedisError."""
 
 _TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
 _OPTIONS = (
@@ -81,17 +89,20 @@ def connect(
             url = _without_password(url)  # redis-py would prefer the one in the URL
         if scheme in ("redis", "rediss", "unix"):
             _check_options(url)
+            # The address of a server that answers READONLY belongs to another primary: connect
+            # again. The clients of Sentinel and Cluster do this themselves.
+            options["retry_on_error"] = [ReadOnlyError]
             pool = BlockingConnectionPool.from_url(url, **waiting, **options)
             # It refuses the values of options now, not when it connects.
             pool.connection_class(**pool.connection_kwargs)
-            return _follow_failovers(Redis.from_pool(pool))
+            return Redis.from_pool(pool)
         if scheme in ("redis+cluster", "rediss+cluster"):
             _check_options(url)
             options["max_connections"] = sys.maxsize
             return RedisCluster.from_url(url.replace("+cluster", "", 1), **options)
         if scheme in ("redis+sentinel", "rediss+sentinel"):
             return _sentinel(url, options, waiting, sentinel or SentinelLogin())
-    except (ValueError, RedisError) as error:
+    except (ValueError, *_ERRORS) as error:
         raise InvalidInput(f"{scheme}:// URL cannot be used: {error}") from None
     raise InvalidInput(
         f"store URL has scheme {scheme!r}; known are redis, rediss, unix, redis+sentinel,"
@@ -208,28 +219,6 @@ def _true(text: str) -> bool:
     return text.lower() == "true"
 
 
-def _follow_failovers(client: Redis) -> Redis:
-    """Make a client close each connection whose server answers READONLY.
-
-    The address then belongs to another primary. The clients of Sentinel and Cluster do this
-    themselves.
-    """
-    pool: Any = client.connection_pool
-    base = pool.connection_class
-
-    class Connection(base):  # type: ignore[misc, valid-type]
-        async def read_response(self, *arguments: Any, **options: Any) -> Any:
-            try:
-                return await super().read_response(*arguments, **options)
-            except ReadOnlyError:
-                await self.disconnect(nowait=True)
-                raise
-
-    Connection.__name__ = base.__name__
-    pool.connection_class = Connection
-    return client
-
-
 async def disconnect(client: Client) -> None:
     """Close all connections of a client, including those to Sentinels."""
     await client.aclose()
@@ -274,7 +263,7 @@ def store_errors(what: str) -> Iterator[None]:
     before = task.cancelling() if task is not None else 0
     try:
         yield
-    except (RedisError, OSError, TimeoutError) as error:
+    except (*_ERRORS, OSError, TimeoutError) as error:
         if task is not None and task.cancelling() > before:
             raise asyncio.CancelledError from error
         raise Unavailable(f"store: {what} failed: {type(error).__name__}: {error}") from error
