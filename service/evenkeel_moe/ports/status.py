@@ -171,6 +171,8 @@ class DeploymentStatus:
     """A sentence that names two dispatchers that disagree; empty if none do."""
     balancedness_by_phase: Mapping[Phase, float | None] = field(default_factory=dict)
     """As `balancedness_mean`, for the window of each phase."""
+    balancedness_worst_by_phase: Mapping[Phase, float | None] = field(default_factory=dict)
+    """As `balancedness_worst`, for the window of each phase."""
     newest_step_unix: float | None = None
     """Unix seconds at which the newest complete step was counted."""
     plan_aborted_unix: float | None = None

@@ -1,5 +1,6 @@
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -17,7 +18,10 @@ from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.topology import ModelShape
 from tests.api.fakes import NOW, make_plan, make_rank, make_status
 
-BALANCE = {Phase.PREFILL: (0.8, 0.6), Phase.DECODE: (None, None)}
+BALANCE: dict[str, Any] = {
+    "balancedness_by_phase": {Phase.PREFILL: 0.8, Phase.DECODE: None},
+    "balancedness_worst_by_phase": {Phase.PREFILL: 0.6, Phase.DECODE: None},
+}
 GAUGES = DeploymentGauges(
     live_replicas=(0, 5, 3),
     down_to_one=1,
@@ -77,9 +81,13 @@ def exercise(metrics, deployment="demo"):
     metrics.plan_ended(deployment, "committed", Reason.COMMITTED)
     metrics.store_answered(NOW)
     status = make_status(
-        deployment, active_plan=make_plan(), newest_step_unix=NOW, plans_lost_time=2
+        deployment,
+        active_plan=make_plan(),
+        newest_step_unix=NOW,
+        plans_lost_time=2,
+        **BALANCE,
     )
-    metrics.refresh(status, BALANCE, GAUGES)
+    metrics.refresh(status, GAUGES)
 
 
 def test_counters_add_up(metrics, registry):
@@ -132,6 +140,8 @@ def test_each_value_of_a_view_has_its_series(metrics, registry):
             "evenkeel_plan_created_timestamp_seconds": NOW,
             "evenkeel_time_balance_ratio": 0.7,
             "evenkeel_time_balance_worst_ratio": 0.5,
+            "evenkeel_balancedness_mean_ratio{phase=prefill}": 0.8,
+            "evenkeel_balancedness_worst_ratio{phase=prefill}": 0.6,
             "evenkeel_cost_model_info{source=measured}": 1,
             "evenkeel_cost_model_fit_error_ratio": 0.034,
             "evenkeel_layer_balancedness_ratio{layer=1}": 0.6,
@@ -143,7 +153,7 @@ def test_each_value_of_a_view_has_its_series(metrics, registry):
     )
     assert "evenkeel_layer_balancedness_ratio{layer=0}" not in found
     unpromised = replace(GAUGES, measured=MeasuredGauges(None, (0.1, 0.0, 0.2)))
-    metrics.refresh(make_status(), BALANCE, unpromised)
+    metrics.refresh(make_status(), unpromised)
     assert "evenkeel_plan_promised_gain_ratio" not in names(registry)
     assert "evenkeel_plan_delivered_gain_ratio" in names(registry)
 
@@ -158,14 +168,15 @@ def test_open_streams_are_counted_at_each_scrape(metrics, registry):
 
 def test_unknown_has_no_series_and_is_never_zero(metrics, registry):
     assert "evenkeel_store_answered_timestamp_seconds" not in names(registry)
-    metrics.refresh(make_status(), {Phase.DECODE: (0.8, 0.6)}, GAUGES)
+    metrics.refresh(make_status(**BALANCE), GAUGES)
     assert {"evenkeel_balancedness_mean_ratio", "evenkeel_rank_load_share_ratio"} <= names(registry)
     unknown = make_status(
         ranks=(make_rank(0, load_share=None, seconds_per_token=None),),
         step=None,
         last_decision=None,
+        **(BALANCE | dict.fromkeys(BALANCE, {Phase.DECODE: None})),
     )
-    metrics.refresh(unknown, {Phase.DECODE: (None, None)})
+    metrics.refresh(unknown)
     gone = {
         "evenkeel_balancedness_mean_ratio",
         "evenkeel_balancedness_worst_ratio",
@@ -189,29 +200,29 @@ def test_unknown_has_no_series_and_is_never_zero(metrics, registry):
 
 def test_a_cost_model_by_tokens_has_no_figures(metrics, registry):
     by_tokens = make_status(time_balance=None, time_balance_worst=None, cost_model=CostBasis())
-    metrics.refresh(by_tokens, {})
+    metrics.refresh(by_tokens)
     assert [key for key in series(registry) if "time_balance" in key or "cost_" in key] == [
         "evenkeel_cost_model_info{source=tokens}"
     ]
 
 
 def test_the_series_of_an_ended_plan_are_removed(metrics, registry):
-    metrics.refresh(make_status(active_plan=make_plan()), {})
-    metrics.refresh(make_status(), {})
+    metrics.refresh(make_status(active_plan=make_plan()))
+    metrics.refresh(make_status())
     assert not [name for name in names(registry) if name.startswith("evenkeel_plan_")]
 
 
 def test_the_series_of_a_departed_rank_are_removed(metrics, registry):
     exercise(metrics)
     assert [key for key in series(registry) if "rank=1" in key]
-    metrics.refresh(make_status(ranks=(make_rank(0),)), BALANCE)
+    metrics.refresh(make_status(ranks=(make_rank(0),)))
     assert not [key for key in series(registry) if "rank=1" in key]
 
 
 def test_a_rank_that_departed_while_another_replica_led_has_no_series(metrics, registry):
     exercise(metrics)
     metrics.follow("demo")
-    metrics.refresh(make_status(ranks=(make_rank(0),)), BALANCE)
+    metrics.refresh(make_status(ranks=(make_rank(0),)))
     assert not [key for key in series(registry) if "rank=1" in key]
 
 
@@ -261,14 +272,14 @@ def test_a_replica_that_does_not_lead_exports_no_gauges(metrics, registry):
     assert found["evenkeel_leading"] == 0
     assert "evenkeel_rank_fresh" not in names(registry)
     assert found["evenkeel_moves_total"] == 7
-    metrics.refresh(make_status(), BALANCE)
+    metrics.refresh(make_status())
     assert series(registry)["evenkeel_leading"] == 1
 
 
 def test_the_reason_of_a_hold_has_a_series_while_it_lasts(metrics, registry):
-    metrics.refresh(make_status(held=True, held_because="gains_not_delivered"), {})
+    metrics.refresh(make_status(held=True, held_because="gains_not_delivered"))
     assert series(registry)["evenkeel_held_reason{reason=gains_not_delivered}"] == 1
-    metrics.refresh(make_status(), {})
+    metrics.refresh(make_status())
     assert "evenkeel_held_reason" not in names(registry)
 
 
@@ -285,8 +296,13 @@ def test_series_stay_few_at_72_ranks_61_layers_256_experts(metrics, registry):
     metrics.cycle_ended("wide", 0.5)
     metrics.planner_ran("wide", 0.25)
     metrics.refresh(
-        make_status("wide", shape=shape, ranks=ranks, active_plan=make_plan()),
-        dict.fromkeys(Phase, (0.9, 0.8)),
+        make_status(
+            "wide",
+            shape=shape,
+            ranks=ranks,
+            active_plan=make_plan(),
+            **{name: dict.fromkeys(Phase, 0.9) for name in BALANCE},
+        ),
         replace(GAUGES, layers=tuple(LayerGauges(layer, 0.5, 2) for layer in range(5))),
     )
     # 72 ranks x 7 series, two counters over the closed list of reasons, 5 layers x 2, 28 buckets,

@@ -220,7 +220,7 @@ class CountingRig(Rig):
 
     def metrics(self):
         registry = CollectorRegistry()
-        ControllerMetrics(registry).refresh(self.view.status(), self.view.balance())
+        ControllerMetrics(registry).refresh(self.view.status())
         families = text_string_to_metric_families(generate_latest(registry).decode())
         (family,) = [each for each in families if each.name == "evenkeel_load_finding"]
         return {sample.labels["code"]: sample.value for sample in family.samples}

@@ -211,7 +211,7 @@ BY_WINDOW = {
 
 def series(view):
     registry = CollectorRegistry()
-    ControllerMetrics(registry).refresh(view.status(), view.balance())
+    ControllerMetrics(registry).refresh(view.status())
     lines = generate_latest(registry).decode().splitlines()
     return {line.split("{")[0] for line in lines if not line.startswith("#")}
 
@@ -301,7 +301,7 @@ async def test_a_group_that_stopped_as_planned_is_neither_ready_nor_balanced_nor
     assert (status.state, status.reason) == ("waiting_for_ranks", Reason.GROUP_STOPPED)
     assert [(rank.fresh, rank.stopped) for rank in status.ranks] == 2 * [(False, True)]
     assert status.time_balance is status.balancedness_mean is None
-    assert set(view.balance().values()) == {(None, None)}
+    assert status.balancedness_by_phase == status.balancedness_worst_by_phase == {}
     assert not BY_WINDOW & series(view), "a slow rank that has stopped would keep its alert firing"
     gauges = GaugeReader(one.member.planner, GaugeLimits(8, 0)).read()
     assert gauges.live_replicas is None and gauges.down_to_one is None
@@ -329,8 +329,13 @@ async def test_the_time_balance_is_that_of_the_newest_cycle_and_absent_without_o
 async def test_what_alerts_look_at_is_in_the_status_too(one, view):
     status = view.status()
     assert status.plan_aborted_unix is status.plans_lost_time is None
-    by_phase = {phase: mean for phase, (mean, _) in view.balance().items()}
-    assert status.balancedness_by_phase == by_phase
+    shown_by_phase = zip(
+        status.balancedness_by_phase.values(),
+        status.balancedness_worst_by_phase.values(),
+        strict=True,
+    )
+    balance = one.member.loads.balance
+    assert list(shown_by_phase) == [balance.summary(phase) for phase in Phase]
     records = one.member.control.records
     for name, at in (("old", 5.0), ("new", 9.0)):
         record = measured_plan(name, at, -0.1)

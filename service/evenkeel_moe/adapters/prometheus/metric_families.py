@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from prometheus_client.core import GaugeMetricFamily
 
 from evenkeel_moe.model.finding import LIVE_CODES, doubts
-from evenkeel_moe.model.load import Phase
 from evenkeel_moe.ports.status import DeploymentStatus
-
-PhaseBalance = Mapping[Phase, tuple[float | None, float | None]]
-"""Balancedness (mean, worst layer) of each phase's window; None where the window holds no load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,6 @@ class View:
     """Everything that the gauges of one deployment are read from."""
 
     status: DeploymentStatus
-    per_phase: PhaseBalance
     gauges: DeploymentGauges
 
 
@@ -264,8 +259,9 @@ def _of_deployment(view: View) -> _Series:
         doubtful = {finding.code for finding in doubts(status.findings)}
         for code in LIVE_CODES:
             yield "evenkeel_load_finding", (code,), code in doubtful
-    for phase, (mean, worst) in view.per_phase.items():
+    for phase, mean in status.balancedness_by_phase.items():
         yield "evenkeel_balancedness_mean_ratio", (phase,), mean
+    for phase, worst in status.balancedness_worst_by_phase.items():
         yield "evenkeel_balancedness_worst_ratio", (phase,), worst
 
 

@@ -28,12 +28,10 @@ from prometheus_client.registry import Collector
 from evenkeel_moe import __version__
 from evenkeel_moe.adapters.prometheus.metric_families import (
     DeploymentGauges,
-    PhaseBalance,
     View,
     families,
 )
 from evenkeel_moe.errors import Reason
-from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.peer_budget import refusals
 from evenkeel_moe.ports.status import DeploymentStatus
 
@@ -127,8 +125,8 @@ class ControllerMetrics(Collector):
     def __init__(self, registry: CollectorRegistry) -> None:
         # The `_created` twin of each counter doubles the series, and nothing of ours reads it.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._views: Mapping[str, View] = {}
-        self._leading: Mapping[str, bool] = {}
+        self._views: Mapping[str, View | None] = {}
+        """The newest view of each deployment; None: it is not led here."""
         self._answered_at: float | None = None
         self._counters = {
             name: Counter(name, text, ["deployment", *labels], registry=registry)
@@ -299,13 +297,11 @@ class ControllerMetrics(Collector):
     def refresh(
         self,
         status: DeploymentStatus,
-        per_phase: PhaseBalance,
         gauges: DeploymentGauges = DeploymentGauges(),  # noqa: B008 - frozen
     ) -> None:
         """Replace all gauges of a deployment led here; a value of None removes its series."""
         name = status.deployment
-        self._views = {**self._views, name: View(status, dict(per_phase), gauges)}
-        self._leading = {**self._leading, name: True}
+        self._views = {**self._views, name: View(status, gauges)}
         counted = self._counted.get(name, set())
         for rank in counted - {one.rank for one in status.ranks}:
             counted.remove(rank)
@@ -313,15 +309,12 @@ class ControllerMetrics(Collector):
 
     def follow(self, deployment: str) -> None:
         """Remove the gauges of a deployment not led here; what this replica counted stays."""
-        self._views = {name: view for name, view in self._views.items() if name != deployment}
-        self._leading = {**self._leading, deployment: False}
+        self._views = {**self._views, deployment: None}
 
     def forget(self, deployment: str) -> None:
         """Remove every series of a deployment that left."""
         self._counted.pop(deployment, None)
-        key = DeploymentId(deployment)
-        self._views = {name: view for name, view in self._views.items() if name != key}
-        self._leading = {name: leads for name, leads in self._leading.items() if name != key}
+        self._views = {name: view for name, view in self._views.items() if name != deployment}
         for metric in (*self._counters.values(), *self._histograms.values()):
             metric.remove_by_labels({"deployment": deployment})
 
@@ -332,8 +325,9 @@ class ControllerMetrics(Collector):
             "1 on the controller replica that leads a deployment, 0 on others that know it.",
             labels=["deployment"],
         )
-        for name, leads in list(self._leading.items()):
-            leading.add_metric([name], 1 if leads else 0)
+        views = self._views
+        for name, view in views.items():
+            leading.add_metric([name], 0 if view is None else 1)
         answered = GaugeMetricFamily(
             "evenkeel_store_answered_timestamp_seconds", "When the store last answered."
         )
@@ -349,4 +343,4 @@ class ControllerMetrics(Collector):
         yield leading
         yield answered
         yield refused
-        yield from families(list(self._views.values()))
+        yield from families([view for view in views.values() if view is not None])

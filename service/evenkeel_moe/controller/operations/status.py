@@ -7,7 +7,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.adapters.prometheus.metric_families import PhaseBalance
 from evenkeel_moe.controller.deployment.deployment import Deployment
 from evenkeel_moe.controller.operations.gauges import losses_in_a_row
 from evenkeel_moe.errors import Conflict, Unavailable
@@ -43,18 +42,9 @@ class LiveView:
         ring = self.loads.ingest.rings.get(phase)
         return ring.window() if ring is not None else None
 
-    def balance(self) -> PhaseBalance:
-        """Return the balancedness (mean, worst layer) of each phase's window.
-
-        Unknown without a rank that is heard: the windows then tell of the past.
-        """
-        if not self._any_rank_heard():
-            return dict.fromkeys(Phase, (None, None))
-        self.loads.update_balance()
-        return {phase: self.loads.balance.summary(phase) for phase in Phase}
-
-    def _by_phase(self) -> Mapping[Phase, float | None]:
-        return {phase: self.loads.balance.summary(phase)[0] for phase in Phase}
+    def _by_phase(self, which: int) -> Mapping[Phase, float | None]:
+        """Return the mean balancedness of each phase, or that of the worst layer."""
+        return {phase: self.loads.balance.summary(phase)[which] for phase in Phase}
 
     def _any_rank_heard(self) -> bool:
         return self.control.membership.any_fresh(self.clock.monotonic())
@@ -110,7 +100,8 @@ class LiveView:
             leader_address=leadership.advertise if leading else None,
             dispatch=choice.model.value,
             dispatch_warning=choice.warning,
-            balancedness_by_phase=self._by_phase() if heard else {},
+            balancedness_by_phase=self._by_phase(0) if heard else {},
+            balancedness_worst_by_phase=self._by_phase(1) if heard else {},
             newest_step_unix=None if newest_at is None else newest_at + control.unix_offset_s,
             plan_aborted_unix=None if aborted is None else aborted.updated_at,
             plans_lost_time=losses_in_a_row(control.records.by_id.values()),

@@ -180,8 +180,7 @@ async def refresh_metrics(
                 continue
             with _contained(registry, deployment, "figures_failed"):
                 try:
-                    view = LiveView(deployment)
-                    metrics.refresh(view.status(), view.balance(), readers[deployment].read())
+                    metrics.refresh(LiveView(deployment).status(), readers[deployment].read())
                 except EvenkeelError:
                     metrics.follow(name)
                     raise
