@@ -23,7 +23,6 @@ import psutil
 from bench.ingest_fleet import Fleet, Scale
 from bench.report import Row, write_report
 from bench.scale_parts import valkey_in
-from evenkeel_moe.adapters.redis.client import deployment_key
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.adapters.redis.encoding import unpack_window
 from evenkeel_moe.controller.tasks import end_tasks
@@ -142,7 +141,7 @@ async def watch(client: Any, fleet: Fleet, seen: dict[tuple[str, int], float]) -
     part of ingest.
     """
     newest = dict.fromkeys(fleet.names, WARM - 1)
-    totals = [deployment_key("evenkeel", name, "window_total:decode") for name in fleet.names]
+    totals = [f"evenkeel:{{{name}}}:window_total:decode" for name in fleet.names]
     while True:
         found = await client.mget(totals)
         now = time.monotonic()
@@ -158,9 +157,7 @@ async def check_stored(client: Any, fleet: Fleet, last: int) -> None:
     """Check that every stored window ends with the step `last`, as its total said."""
     shape = fleet.scale.shape
     for name in fleet.names:
-        ((_, chunk),) = await client.xrevrange(
-            deployment_key("evenkeel", name, "window:decode"), count=1
-        )
+        ((_, chunk),) = await client.xrevrange(f"evenkeel:{{{name}}}:window:decode", count=1)
         sizes = shape.num_layers, shape.num_logical_experts, shape.num_ranks
         stored = int(unpack_window(chunk[b"d"], sizes, WINDOW).steps[-1])
         if stored != last:

@@ -15,6 +15,7 @@ from redis.exceptions import ConnectionError
 from evenkeel_moe.adapters.redis import leases
 from evenkeel_moe.adapters.redis.client import connect, disconnect, eviction_policies
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
+from evenkeel_moe.adapters.redis.records import milliseconds
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.adapters.redis.windows import RedisWindowStore
 from evenkeel_moe.model.ids import Epoch
@@ -174,7 +175,7 @@ async def test_a_renewal_prolongs_all_records_or_those_of_a_new_deployment(clien
 
 
 def test_an_age_is_at_least_one_millisecond():
-    assert [leases.milliseconds(s) for s in (0.0, 0.0004, 0.002, 60.0)] == [1, 1, 2, 60_000]
+    assert [milliseconds(s) for s in (0.0, 0.0004, 0.002, 60.0)] == [1, 1, 2, 60_000]
 
 
 async def test_leases_and_names_that_cannot_be_read_are_skipped_and_named(client, store, noted):

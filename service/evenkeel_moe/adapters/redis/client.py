@@ -285,8 +285,3 @@ def timed_call(timed: Timed | None, operation: str, what: str) -> Iterator[None]
     finally:
         if timed is not None:
             timed(operation, time.monotonic() - began)
-
-
-def deployment_key(prefix: str, deployment: str, name: str) -> str:
-    """Return a key of a deployment. Its keys share a hash tag: a Cluster stores them together."""
-    return f"{prefix}:{{{deployment}}}:{name}"

@@ -4,7 +4,6 @@ Maps and waves are stored as the protocol sends them, the rest as JSON, and coun
 cannot be read raises Unreadable and nothing else: the store skips it and names it.
 """
 
-import asyncio
 import functools
 import json
 import math
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, create
 from pydantic_core import from_json
 
 from evenkeel_moe.jit import kernel
+from evenkeel_moe.model.ids import DeploymentId, PlanId, is_deployment_id
 from evenkeel_moe.model.load import LoadWindow
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanRecord
@@ -42,8 +42,6 @@ _SOURCE_HEADER = struct.Struct("<BIII")
 """Version, ranks, layers, experts."""
 _MOST_BYTES = 1 << 28
 """Bytes to which a record may unpack: a damaged one may claim any number."""
-_LARGE_MAP = 1 << 15
-"""Slots of all layers above which a map is packed in a thread."""
 _BLOCK = 4096
 """Counts split into bytes at a time: they stay in the nearest cache until their last byte."""
 
@@ -77,6 +75,24 @@ def _reads(build: Callable[_P, _T]) -> Callable[_P, _T]:
             raise Unreadable(f"{type(error).__name__}: {error}"[:300]) from None
 
     return read
+
+
+# --- names ----------------------------------------------------------------------------------
+
+
+@_reads
+def unpack_deployment_id(name: bytes) -> DeploymentId:
+    """Decode the name of a deployment; Unreadable if it is none."""
+    text = name.decode()
+    if not is_deployment_id(text):
+        raise Unreadable("it is no name")
+    return DeploymentId(text)
+
+
+@_reads
+def unpack_plan_id(row: tuple[bytes, float]) -> tuple[PlanId, float]:
+    """Decode the id of a plan, which has a time; Unreadable if it is none."""
+    return PlanId(row[0].decode()), float(row[1])
 
 
 # --- windows --------------------------------------------------------------------------------
@@ -141,7 +157,7 @@ def unpack_window(data: bytes, sizes: tuple[int, int, int], most_steps: int) -> 
     Raises:
         Unreadable: it is no chunk of these sizes; nothing is then decompressed.
     """
-    version, width, length, layers, experts, ranks = _unpack_header(_WINDOW_HEADER, data)
+    version, width, length, layers, experts, ranks = _WINDOW_HEADER.unpack_from(data)
     if version != _WINDOW_VERSION or not 1 <= width <= 4:
         raise Unreadable(f"window chunk of version {version} with counts of {width} bytes")
     if (layers, experts, ranks) != sizes or length > most_steps:
@@ -195,27 +211,14 @@ def unpack_source(data: bytes, sizes: tuple[int, int, int]) -> NDArray[np.uint32
     Raises:
         Unreadable: they are not of these sizes; nothing is then decompressed.
     """
-    version, *found = _unpack_header(_SOURCE_HEADER, data)
+    version, *found = _SOURCE_HEADER.unpack_from(data)
     if version != _VERSION or tuple(found) != sizes:
         raise Unreadable(f"source sums of version {version} and {tuple(found)}, expected {sizes}")
     body = _decompress(data[_SOURCE_HEADER.size :], 4 * math.prod(sizes))
     return np.frombuffer(body, "<u4").reshape(sizes).astype(np.uint32)
 
 
-def _unpack_header(header: struct.Struct, data: bytes) -> tuple[int, ...]:
-    if len(data) < header.size:
-        raise Unreadable(f"{len(data)} bytes, the header alone has {header.size}")
-    return header.unpack_from(data)
-
-
 # --- placements and plans -------------------------------------------------------------------
-
-
-async def pack_off_loop(placement: Placement) -> bytes:
-    """Encode a large placement in a thread: it takes long, and leases must be renewed."""
-    if placement.phy2log.size <= _LARGE_MAP:
-        return pack_placement(placement)
-    return await asyncio.to_thread(pack_placement, placement)
 
 
 def pack_placement(placement: Placement) -> bytes:

@@ -6,13 +6,13 @@ then, is not asked to list it, and drops its leadership after a short time.
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from evenkeel_moe.adapters.redis import scripts
-from evenkeel_moe.adapters.redis.client import Client, Timed, deployment_key, timed_call
-from evenkeel_moe.adapters.redis.encoding import UnreadableRecord
-from evenkeel_moe.model.ids import DeploymentId, is_deployment_id
+from evenkeel_moe.adapters.redis.client import Client, Timed
+from evenkeel_moe.adapters.redis.encoding import UnreadableRecord, unpack_deployment_id
+from evenkeel_moe.adapters.redis.records import RedisRecords, milliseconds
+from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.ports.stores import Lease
 
 NEW_AGE_S = 3600.0
@@ -42,16 +42,13 @@ _RECORDS = (
 )
 
 
-class RedisLeases:
+class RedisLeases(RedisRecords):
     """Takes, renews and releases leases.
 
     Args:
-        client: returned by `adapters.redis.client.connect`.
+        client, prefix, unreadable, timed: as in `RedisRecords`.
         leases: another client, for leases alone: a renewal waits for no other call.
-        prefix: first part of every key.
         record_age_s: records of a deployment that nobody has led for this long are dropped.
-        unreadable: told of each record that is skipped because it cannot be read.
-        timed: told how long each call took.
     """
 
     def __init__(
@@ -63,11 +60,8 @@ class RedisLeases:
         unreadable: UnreadableRecord,
         timed: Timed | None,
     ) -> None:
-        self._client: Any = client  # The clients share their commands but no typed base.
+        super().__init__(client, prefix, unreadable, timed)
         self._leases: Any = leases
-        self._unreadable = unreadable
-        self._call = partial(timed_call, timed)
-        self._prefix = prefix
         self._record_age_s = record_age_s
         self._record_age_ms = milliseconds(record_age_s)
         self._listed_at: dict[DeploymentId, float] = {}
@@ -76,9 +70,6 @@ class RedisLeases:
     @property
     def _seen(self) -> str:
         return f"{self._prefix}:seen"
-
-    def _key(self, deployment: DeploymentId, name: str) -> str:
-        return deployment_key(self._prefix, deployment, name)
 
     async def _eval(
         self, script: str, keys: Sequence[str], *values: object, client: Any = None
@@ -183,33 +174,6 @@ class RedisLeases:
     async def deployments(self) -> Sequence[DeploymentId]:
         """Return every deployment with a record here, without those that were unlisted."""
         with self._call("read", "listing deployments"):
-            names = [name for name, _ in await self._newest_names("deployment", self._seen)]
-        for name in names:
-            if not is_deployment_id(name):
-                where = f"{self._seen} {name.encode()!r:.80}"
-                self._unreadable("deployment", where, "it is no name")
-        return sorted(DeploymentId(name) for name in names if is_deployment_id(name))
-
-    async def _newest_names(self, kind: str, key: str) -> list[tuple[str, float]]:
-        """Return the names of a sorted set with their times, newest first."""
-        found = await self._client.zrevrange(key, 0, -1, withscores=True)
-        named = [(self._name(kind, key, name), float(at)) for name, at in found]
-        return [(name, at) for name, at in named if name is not None]
-
-    async def _field_names(self, kind: str, key: str) -> list[str]:
-        """Return the names of a hash."""
-        named = [self._name(kind, key, name) for name in await self._client.hkeys(key)]
-        return [name for name in named if name is not None]
-
-    def _name(self, kind: str, key: str, name: bytes) -> str | None:
-        """Return a name of the store; None if it is not UTF-8."""
-        try:
-            return name.decode()
-        except UnicodeDecodeError as error:
-            self._unreadable(kind, f"{key} {name!r:.80}", str(error))
-            return None
-
-
-def milliseconds(seconds: float) -> int:
-    """Return whole milliseconds, at least one."""
-    return max(1, round(seconds * 1000))
+            names = await self._client.zrevrange(self._seen, 0, -1)
+        rows = [(f"{self._seen} {name!r:.80}", name) for name in names]
+        return sorted(await self._readable("deployment", rows, unpack_deployment_id))

@@ -8,10 +8,10 @@ can an earlier write of a leader that arrives late replace a later one.
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from evenkeel_moe.adapters.redis import scripts
 from evenkeel_moe.adapters.redis.client import Client, Timed
@@ -20,23 +20,23 @@ from evenkeel_moe.adapters.redis.encoding import (
     Unreadable,
     UnreadableRecord,
     ignore_unreadable,
-    pack_off_loop,
+    pack_placement,
     pack_plan_maps,
     pack_plan_record,
     pack_story_row,
     unpack_object,
     unpack_placement,
+    unpack_plan_id,
     unpack_plan_record,
 )
-from evenkeel_moe.adapters.redis.leases import NEW_AGE_S, RedisLeases, milliseconds
+from evenkeel_moe.adapters.redis.leases import NEW_AGE_S, RedisLeases
+from evenkeel_moe.adapters.redis.records import milliseconds
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import PlanRecord
 from evenkeel_moe.ports.stores import Lease
 
-_S = TypeVar("_S")
-_T = TypeVar("_T")
 _PLAN = "plan:"
 _PLAN_PARTS = ("plans", "plan_maps", "plan_story")
 """The keys of plan records, of their maps and waves, and of the rows of their stories."""
@@ -45,17 +45,6 @@ _MAX_DIGITS = 18
 _WRITTEN_BY_EACH_LEADER = ("leader", "shape")
 """Documents that every leader writes when it begins. Losing them costs nothing, so they wait for no
 replica. Otherwise nobody could lead or collect loads while replicas are down."""
-
-
-class _Write(NamedTuple):
-    """A fenced write."""
-
-    deployment: DeploymentId
-    record: str
-    """The name under which the store keeps the number of the last write."""
-    script: str
-    names: tuple[str, ...]
-    """The keys of the script after the first two."""
 
 
 class RedisDeploymentStore(RedisLeases):
@@ -130,14 +119,16 @@ class RedisDeploymentStore(RedisLeases):
             False if the store lacks maps or rows that it should have; nothing was written.
         """
         plan, still_open = record.plan, int(not record.phase.terminal)
-        names = (*_PLAN_PARTS, "plan_order", "plans_open")
-        write = _Write(plan.deployment, _PLAN + plan.plan_id, scripts.STORE_PLAN, names)
-        values = (
+        return await self._write(
+            plan.deployment,
+            (*_PLAN_PARTS, "plan_order", "plans_open"),
+            scripts.STORE_PLAN,
+            term,
+            _PLAN + plan.plan_id,
             *(plan.plan_id, repr(plan.created_at), pack_plan_record(record)),
             *(self._plans_kept, still_open, _PLAN, maps, first),
             *map(pack_story_row, record.story[first:]),
         )
-        return await self._write(write, term, values, self._wait_replicas)
 
     async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
         """Give the lease up if it is still ours."""
@@ -148,8 +139,9 @@ class RedisDeploymentStore(RedisLeases):
         """Return (id, created_at) of the stored plans, newest first, as many as are read."""
         key = self._key(deployment, "plan_order")
         with self._call("read", "reading the order of plans"):
-            rows = await self._newest_names("plan", key)
-        return [(PlanId(name), created_at) for name, created_at in rows]
+            found = await self._client.zrevrange(key, 0, -1, withscores=True)
+        rows = [(f"{key} {name!r:.80}", (name, created_at)) for name, created_at in found]
+        return await self._readable("plan", rows, unpack_plan_id)
 
     async def open_plans(self, deployment: DeploymentId) -> Sequence[PlanId]:
         """Return the plans that had not ended when they were stored.
@@ -158,7 +150,9 @@ class RedisDeploymentStore(RedisLeases):
         """
         key = self._key(deployment, "plans_open")
         with self._call("read", "reading which plans are open"):
-            return sorted(map(PlanId, await self._field_names("plan", key)))
+            names = await self._client.hkeys(key)
+        rows = [(f"{key} {name!r:.80}", (name, 0.0)) for name in names]
+        return sorted(name for name, _ in await self._readable("plan", rows, unpack_plan_id))
 
     async def fetch_plans(
         self, deployment: DeploymentId, plan_ids: Sequence[PlanId]
@@ -185,11 +179,10 @@ class RedisDeploymentStore(RedisLeases):
         begins_history: bool = False,
     ) -> None:
         """Record a committed placement under its epoch; set aside epochs of another history."""
-        body = await pack_off_loop(placement)
-        values = (epoch, body, self._epochs_kept, int(begins_history))
+        body = await asyncio.to_thread(pack_placement, placement)
+        values = ("epochs", epoch, body, self._epochs_kept, int(begins_history))
         names = ("epochs", "replaced_epochs")
-        write = _Write(deployment, "epochs", scripts.STORE_EPOCH, names)
-        await self._write(write, term, values, self._wait_replicas)
+        await self._write(deployment, names, scripts.STORE_EPOCH, term, *values)
 
     async def fetch_epochs(self, deployment: DeploymentId) -> Mapping[Epoch, Placement]:
         """Return the recorded placements by epoch."""
@@ -223,10 +216,15 @@ class RedisDeploymentStore(RedisLeases):
         lasting: bool = True,
     ) -> None:
         """Write a small named JSON document."""
-        values = (name, json.dumps(body))
-        replicas = 0 if name in _WRITTEN_BY_EACH_LEADER else self._wait_replicas
-        write = _Write(deployment, f"document:{name}", scripts.STORE_DOCUMENT, ("documents",))
-        await self._write(write, term, values, replicas, lasting=lasting)
+        await self._write(
+            deployment,
+            ("documents",),
+            scripts.STORE_DOCUMENT,
+            term,
+            *(f"document:{name}", name, json.dumps(body)),
+            replicas=0 if name in _WRITTEN_BY_EACH_LEADER else self._wait_replicas,
+            lasting=lasting,
+        )
 
     async def fetch_document(self, deployment: DeploymentId, name: str) -> Mapping[str, Any] | None:
         """Return a named document; None when it is missing or unreadable."""
@@ -255,25 +253,6 @@ class RedisDeploymentStore(RedisLeases):
         rows = [(f"{key} {entry.decode(errors='replace')}", fields) for entry, fields in found]
         return await self._readable("decision", rows, _decision_of)
 
-    async def _readable(
-        self, kind: str, rows: Sequence[tuple[str, _S]], unpack: Callable[[_S], _T]
-    ) -> list[_T]:
-        """Return what can be read of stored rows; the others are told as unreadable.
-
-        They are unpacked in a thread, so that leases are renewed meanwhile: a large plan takes
-        milliseconds.
-
-        Args:
-            kind: of the records.
-            rows: the place of each row, and what is stored there.
-            unpack: raises Unreadable.
-        """
-        found = await asyncio.to_thread(lambda: [_or_fault(unpack, row) for _, row in rows])
-        for (where, _), one in zip(rows, found, strict=True):
-            if isinstance(one, Unreadable):
-                self._unreadable(kind, where, str(one))
-        return [one for one in found if not isinstance(one, Unreadable)]
-
     async def unix(self) -> float:
         """Return Unix seconds by the server's clock; in a Cluster, by that of one primary."""
         with self._call("read", "reading the time"):
@@ -295,32 +274,43 @@ class RedisDeploymentStore(RedisLeases):
 
     async def _write(
         self,
-        write: _Write,
+        deployment: DeploymentId,
+        names: tuple[str, ...],
+        script: str,
         term: int,
-        values: tuple[object, ...],
-        replicas: int,
-        *,
+        record: str,
+        *values: object,
+        replicas: int | None = None,
         lasting: bool = True,
     ) -> bool:
         """Run a fenced write; return False if the script found that something it needs is missing.
+
+        Args:
+            deployment: its owner.
+            names: the keys of the script after the first two.
+            script: one that begins with the fence.
+            term: of the writer's lease.
+            record: the name under which the store keeps the number of the last write.
+            values: of the script.
+            replicas: that must have it; None is the number for all that must not be lost.
+            lasting: as in the writer's lease.
 
         Raises:
             Conflict: a newer term fenced it.
             Unavailable: it is unknown if anything was written, or too few replicas have it.
         """
-        names = write.names
+        replicas = self._wait_replicas if replicas is None else replicas
         age_ms = self._record_age_ms if lasting else milliseconds(NEW_AGE_S)
-        keys = [self._key(write.deployment, name) for name in ("term", "written", *names)]
-        number = next(self._numbers)
-        values = (term, write.record, self._writer, number, *values, age_ms)
+        keys = [self._key(deployment, name) for name in ("term", "written", *names)]
+        values = (term, record, self._writer, next(self._numbers), *values, age_ms)
         with self._call("write", f"writing {names[0]}"):
             if replicas:
-                newer, copies = await self._eval_and_wait(replicas, write.script, keys, *values)
+                newer, copies = await self._eval_and_wait(replicas, script, keys, *values)
             else:
-                newer, copies = await self._eval(write.script, keys, *values), 0
+                newer, copies = await self._eval(script, keys, *values), 0
         if newer > 0:
             raise Conflict(
-                f"{write.deployment}: term {newer} has taken over from term {term}",
+                f"{deployment}: term {newer} has taken over from term {term}",
                 Reason.LEASE_LOST,
             )
         if copies < replicas:
@@ -350,13 +340,6 @@ def _same_rows(one: PlanRecord, other: PlanRecord) -> int:
     pairs = enumerate(zip(one.story, other.story, strict=False))
     differs = (number for number, (row, its) in pairs if row is not its)
     return next(differs, min(len(one.story), len(other.story)))
-
-
-def _or_fault(unpack: Callable[[_S], _T], stored: _S) -> _T | Unreadable:
-    try:
-        return unpack(stored)
-    except Unreadable as error:
-        return error
 
 
 def _plan_of(

@@ -1,14 +1,13 @@
 """`ports.WindowStore` on Redis or Valkey: a stream of chunks for each deployment and phase."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from evenkeel_moe.adapters.redis.client import Client, Timed, deployment_key, timed_call
+from evenkeel_moe.adapters.redis.client import Client, Timed
 from evenkeel_moe.adapters.redis.encoding import (
-    Unreadable,
     UnreadableRecord,
     ignore_unreadable,
     pack_source,
@@ -16,14 +15,13 @@ from evenkeel_moe.adapters.redis.encoding import (
     unpack_source,
     unpack_window,
 )
-from evenkeel_moe.adapters.redis.leases import milliseconds
+from evenkeel_moe.adapters.redis.records import RedisRecords, milliseconds
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.telemetry.windows import in_chunks, join_windows, newest_parts
 
-_T = TypeVar("_T")
 _CHUNK_STEPS = 64
 _CHUNKS_AT_ONCE = 16
 """Chunks read at a time."""
@@ -64,16 +62,13 @@ class _Keys(NamedTuple):
     """Source-side sums."""
 
 
-class RedisWindowStore:
+class RedisWindowStore(RedisRecords):
     """Windows, bounded by count and time to live.
 
     Args:
-        client: returned by `adapters.redis.client.connect`.
-        prefix: first part of every key.
+        client, prefix, unreadable, timed: as in `RedisRecords`.
         capacity: steps kept of each window; the store holds up to one chunk more.
         ttl_s: a window without new steps for this long is dropped.
-        unreadable: told of each chunk that is skipped because it cannot be read.
-        timed: told how long each call took.
     """
 
     def __init__(
@@ -88,18 +83,13 @@ class RedisWindowStore:
     ) -> None:
         if capacity < 1:
             raise InvalidInput(f"window capacity is {capacity}, must be at least 1")
-        self._client: Any = client  # The clients share their commands but no typed base.
-        self._unreadable = unreadable
-        self._call = partial(timed_call, timed)
-        self._prefix = prefix
+        super().__init__(client, prefix, unreadable, timed)
         self._capacity = capacity
         self._ttl_ms = milliseconds(ttl_s)
 
     def _keys(self, deployment: DeploymentId, phase: Phase) -> _Keys:
         names = ("window", "window_total", "window_chunks", "window_source")
-        return _Keys(
-            *(deployment_key(self._prefix, deployment, f"{name}:{phase}") for name in names)
-        )
+        return _Keys(*(self._key(deployment, f"{name}:{phase}") for name in names))
 
     async def append(self, deployment: DeploymentId, phase: Phase, *parts: LoadWindow) -> None:
         """Add complete steps in consecutive parts, newest last.
@@ -140,10 +130,9 @@ class RedisWindowStore:
         sizes = shape.num_ranks, shape.num_layers, shape.num_logical_experts
         with self._call("read", "reading a window"):
             sums = await self._client.get(keys.source)
-        if sums is None:
-            return window
-        source = await self._unpack(keys.source, lambda: unpack_source(sums, sizes))
-        return window if source is None else replace(window, source=source)
+        rows = [] if sums is None else [(keys.source, sums)]
+        found = await self._readable("window", rows, partial(unpack_source, sizes=sizes))
+        return replace(window, source=found[0]) if found else window
 
     async def _newest(self, stream: str, shape: ModelShape, most: int) -> list[LoadWindow]:
         """Return parts that have at least `most` steps, if so many are stored, newest part first.
@@ -152,6 +141,7 @@ class RedisWindowStore:
         left out.
         """
         sizes = shape.num_layers, shape.num_logical_experts, shape.num_ranks
+        unpack = partial(unpack_window, sizes=sizes, most_steps=_CHUNK_STEPS)
         parts: list[LoadWindow] = []
         start, held = b"+", 0
         steps_left = 2 * most + _CHUNK_STEPS  # So many to look at, also if all of them overlap.
@@ -163,9 +153,8 @@ class RedisWindowStore:
                 break
             start = b"(" + rows[-1][0]
             for number, fields in rows:
-                where = f"{stream} {number.decode(errors='replace')}"
-                body = fields.get(b"d", b"")
-                chunk = await self._unpack(where, partial(unpack_window, body, sizes, _CHUNK_STEPS))
+                row = (f"{stream} {number.decode(errors='replace')}", fields.get(b"d", b""))
+                chunk = next(iter(await self._readable("window", [row], unpack)), None)
                 steps_left -= 1 if chunk is None else len(chunk)
                 if chunk is not None and parts:
                     older = int(chunk.steps.searchsorted(parts[-1].steps[0]))
@@ -176,14 +165,6 @@ class RedisWindowStore:
                 if held >= most or steps_left <= 0:
                     break
         return parts
-
-    async def _unpack(self, where: str, unpack: Callable[[], _T]) -> _T | None:
-        """Return what is unpacked, in a thread because it may be large; None if unreadable."""
-        try:
-            return await asyncio.to_thread(unpack)
-        except Unreadable as error:
-            self._unreadable("window", where, str(error))
-            return None
 
     async def forget(self, deployment: DeploymentId) -> None:
         """Drop every window of a deployment."""
