@@ -121,7 +121,7 @@ async def serving_rest(most: int, app=answer, probes=(), **limits):
     try:
         yield server
     finally:
-        await server.stop()
+        server.stop()
         await running
         server.close()
 

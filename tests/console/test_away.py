@@ -46,7 +46,7 @@ class Replica:
 
     def stop(self) -> None:
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop)
+            self._server.stop()
             self._thread.join(deadline(20))
             assert not self._thread.is_alive()
 

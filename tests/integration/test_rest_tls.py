@@ -43,7 +43,7 @@ async def serving(files):
     try:
         yield server
     finally:
-        await server.stop()
+        server.stop()
         await running
         server.close()
 

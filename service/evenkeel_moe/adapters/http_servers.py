@@ -5,14 +5,13 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, make_asgi_app
 
 from evenkeel_moe.adapters.addresses import chosen_by, host_port
 from evenkeel_moe.adapters.certificate_files import renewed_server_context
@@ -90,16 +89,11 @@ class RestServer:
         self._server.should_exit = self._stopped
         await self._server.serve([self._socket])
 
-    def ask_to_stop(self) -> None:
+    def stop(self) -> None:
         """Stop accepting requests; running ones have one second. May be called on any thread."""
         self._stopped = True
         if self._server is not None:
             self._server.should_exit = True
-
-    async def stop(self) -> None:
-        """Stop accepting requests; running ones have one second."""
-        self.ask_to_stop()
-        await asyncio.sleep(0)
 
     def close(self) -> None:
         """Free the port, also if `run` was never called."""
@@ -141,36 +135,19 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop the server and free the port."""
-        self._rest.ask_to_stop()
+        self._rest.stop()
         self._thread.join(_STOP_WITHIN_S)
         self._rest.close()
 
 
-_Message = Mapping[str, Any]
-
-
-def _encoder_for(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
-    """Return the encoder that a header asks for; that of plain text if the header is not valid."""
-    try:
-        return choose_encoder(accept)
-    except (TypeError, ValueError):  # A version that is not a number.
-        return choose_encoder("")
-
-
 def _metrics_app(registry: CollectorRegistry) -> Callable[..., Awaitable[None]]:
-    """Return an ASGI application that answers every path with all series, as Prometheus' own."""
+    """Return an ASGI application that answers every path with all series."""
+    app = make_asgi_app(registry, disable_compression=True)
 
-    async def app(scope: _Message, _receive: Any, send: Callable[[_Message], Any]) -> None:
-        headers = dict(scope["headers"])
-        encode, content_type = _encoder_for(headers.get(b"accept", b"").decode("latin-1"))
-        body = encode(registry) if scope["method"] in ("GET", "HEAD") else b""
-        answer = [
-            (b"content-type", content_type.encode()),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        status = 200 if body or scope["method"] == "GET" else 405
-        await send({"type": "http.response.start", "status": status, "headers": answer})
-        body = b"" if scope["method"] == "HEAD" else body
-        await send({"type": "http.response.body", "body": body})
+    async def answer(scope: dict[str, Any], *channel: Any) -> None:
+        try:
+            await app(scope, *channel)
+        except (TypeError, ValueError):  # A header asks for a version that is not a number.
+            await app({**scope, "headers": ()}, *channel)
 
-    return app
+    return answer

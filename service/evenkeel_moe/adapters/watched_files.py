@@ -77,4 +77,4 @@ def _state_of(file: Path) -> object:
         stat = file.stat()
     except OSError as error:
         return error.errno
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino

@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from evenkeel_moe.adapters.addresses import chosen_by, host_port
-from evenkeel_moe.adapters.grpc.server_tls import ClientAuthorities, ServerCertificates
+from evenkeel_moe.adapters.grpc.server_tls import ClientAuthorities, renewed_credentials
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.peer_budget import DELIVERED_LIMITS, PeerLimits
 
@@ -93,8 +93,8 @@ class RankPort:
             else:
                 if client_ca is not None:
                     self._authorities = ClientAuthorities(client_ca)
-                certificates = ServerCertificates(cert, key, client_ca)
-                self.number = server.add_secure_port(address, certificates.credentials())
+                credentials = renewed_credentials(cert, key, client_ca)
+                self.number = server.add_secure_port(address, credentials)
         except OSError as error:
             raise InvalidInput(f"cannot listen for ranks on {address}: {error}") from error
         except RuntimeError as error:

@@ -94,47 +94,36 @@ def check_identity(
     return True
 
 
-class ServerCertificates:
-    """Credentials of a server; each handshake reads the files again if they have changed.
+def renewed_credentials(
+    cert_file: Path, key_file: Path, client_ca_file: Path | None
+) -> grpc.ServerCredentials:
+    """Return the credentials of a server; each handshake reads the files again if they changed.
 
     Open streams keep their certificate; `ClientAuthorities` tells when they must not. If the files
     are unusable, for instance while a pair is being replaced, the current certificate stays in use.
     That is logged once per state of the files.
+
+    Raises:
+        OSError: a file cannot be read, or the key does not match the certificate.
     """
 
-    def __init__(self, cert_file: Path, key_file: Path, client_ca_file: Path | None) -> None:
-        self._cert_file, self._key_file, self._client_ca_file = cert_file, key_file, client_ca_file
-        named = [file for file in (cert_file, key_file, client_ca_file) if file is not None]
-        self._files = WatchedFiles("certificate", named, self._read)
-
-    def credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials for `add_secure_port`.
-
-        Raises:
-            OSError: a file cannot be read, or the key does not match the certificate.
-        """
-        return grpc.dynamic_ssl_server_credentials(
-            self._files.first(),
-            self._changed,
-            require_client_authentication=self._client_ca_file is not None,
-        )
-
-    def _read(self) -> Any:
+    def read() -> Any:
         # gRPC accepts the key of another certificate silently, and then fails every handshake.
-        context = server_context(self._cert_file, self._key_file)
+        context = server_context(cert_file, key_file)
         ca = None
-        if self._client_ca_file is not None:
-            context.load_verify_locations(self._client_ca_file)
-            ca = self._client_ca_file.read_bytes()
-        pair = (self._key_file.read_bytes(), self._cert_file.read_bytes())
+        if client_ca_file is not None:
+            context.load_verify_locations(client_ca_file)
+            ca = client_ca_file.read_bytes()
+        pair = (key_file.read_bytes(), cert_file.read_bytes())
         return grpc.ssl_server_certificate_configuration([pair], ca)
 
-    def _changed(self) -> Any:
-        """Return new credentials, or None to keep the current ones.
-
-        gRPC's threads call it at every handshake.
-        """
-        return self._files.changed()
+    named = [file for file in (cert_file, key_file, client_ca_file) if file is not None]
+    files = WatchedFiles("certificate", named, read)
+    # gRPC's threads call it at every handshake; None, which its stubs lack, changes nothing.
+    changed: Any = files.changed
+    return grpc.dynamic_ssl_server_credentials(
+        files.first(), changed, require_client_authentication=client_ca_file is not None
+    )
 
 
 class ClientAuthorities:

@@ -44,8 +44,6 @@ class PlannerPool:
         self._pool: ProcessPoolExecutor | None = None
         self._warming: asyncio.Task[None] | None = None
         self._background: PlannerPool | None = None
-        self.warm = False
-        """True once the kernels are compiled; earlier calls of `run` wait for that."""
         self.fault = ""
         """The error of the last call; empty if it succeeded."""
         self._free = asyncio.Semaphore(workers)
@@ -161,7 +159,6 @@ class PlannerPool:
             self.fault = f"{type(error).__name__}: {error}"
             _log.error("planner_kernels_do_not_compile", error=str(error))
         else:
-            self.warm = True
             _log.info("planner_ready", workers=self._workers)
 
     def close(self) -> None:
@@ -196,7 +193,6 @@ class PlannerPool:
         if self._pool is not executor:
             return False
         self.fault = fault
-        self.warm = False
         self._end()
         return True
 

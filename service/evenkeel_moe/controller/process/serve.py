@@ -320,7 +320,7 @@ async def _stop(
     registry: DeploymentRegistry, servers: _Servers, storing: asyncio.Task[None]
 ) -> None:
     """Stop in order. What the store does not take now, the next leader asks the ranks for."""
-    await servers.rest.stop()
+    servers.rest.stop()
     registry.close_streams()
     await servers.grpc.stop()
     # The windows it was storing when it is cancelled are stored below.
