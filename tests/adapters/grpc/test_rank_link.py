@@ -411,6 +411,26 @@ async def test_that_no_controller_answers_is_told_once():
     assert told[0].startswith("no controller answers at 127.0.0.1:1 (UNAVAILABLE: ")
 
 
+@pytest.mark.fault(
+    "an operator whose controllers had lost their store",
+    "each said that no replica leads, and the fleet went on as connected",
+)
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (NotLeader("", "", 0.02), "the controller at {} does not lead"),
+        (None, "the controller at {} ended the stream"),
+    ],
+    ids=["follower", "end"],
+)
+async def test_a_rank_that_has_lost_its_leader_tells_why_it_finds_no_other(answer, words):
+    told: list[str] = []
+    async with serving([ACCEPTED, None], [answer]) as (server, address):
+        async with running(GrpcRankLink([address], timing=FAST, on_change=told.append)):
+            await until(lambda: server.streams >= 4)
+    assert (told[0], told[-1]) == ("", words.format(address)) and len(told) <= 3
+
+
 # --- the last message -----------------------------------------------------------------------------
 
 

@@ -259,11 +259,14 @@ class GrpcRankLink:
     def _refused(self, address: str, answer: ToRankLink | None) -> float | None:
         match answer:
             case NotLeader(address=leader, retry_after_s=retry_after_s):
+                self._note(f"the controller at {address} does not lead")
                 follow = self._addresses.redirect(address, leader)
                 return self._timing.backoff_min_s if follow else retry_after_s
             case Registration(reason=reason, detail=detail):
                 _log.warning("registration_refused", address=address, reason=reason, detail=detail)
                 self._note(f"the controller at {address} refuses: {detail} ({reason})")
+            case _:
+                self._note(f"the controller at {address} ended the stream")
         return None
 
     def _note(self, unconnected: str) -> None:
@@ -334,12 +337,13 @@ class GrpcRankLink:
                 # This controller shuts down. Start again at the deployment's first address, so that
                 # a rolling update spreads the deployments over the replicas.
                 self._addresses.restart()
-                return self._refused("", message)
+                return self._refused(address, message)
             listener.received(stream, message)
             await asyncio.sleep(min(_MAX_REST_S, _REST * (time.thread_time() - used)))
             wire = await self._read_within(call, registration.lease_s)
             used = time.thread_time()
             message = _decoded(wire)
+        self._refused(address, None)
         # A controller that ends every stream at once is tried more and more rarely.
         lasted_s = loop.time() - began
         return self._timing.backoff_min_s if lasted_s >= self._timing.backoff_max_s else None
@@ -350,7 +354,7 @@ class GrpcRankLink:
         A controller sends a message at least every half lease. After a silent lease it is paused or
         out of reach, whatever the state of the connection, and another may lead by now.
         """
-        async with asyncio.timeout(lease_s if lease_s > 0 else None):
+        async with asyncio.timeout(lease_s):
             return await call.read()
 
     async def _beat(self, interval_s: float, listener: LinkListener) -> None:
