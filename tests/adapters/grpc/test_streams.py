@@ -68,31 +68,32 @@ async def test_a_joined_acknowledgement_names_the_step_that_either_knows(acks):
     assert await drain(stream) == [ReportAck(5)]
 
 
-async def test_a_rank_that_reports_often_is_answered_before_it_must_wait(monkeypatch):
-    loop, timers = asyncio.get_running_loop(), []
-    call_at = loop.call_at
-
-    def recording(*arguments):
-        timers.append(call_at(*arguments))
-        return timers[-1]
-
-    monkeypatch.setattr(loop, "call_at", recording)
+async def test_a_rank_that_reports_often_is_answered_before_it_must_wait():
     stream = RankStream(1, "peer", capacity=4)
     stream.send(ReportAck(0))
     assert await stream.next() == ReportAck(0)
     for step in range(1, 12):
         stream.send(ReportAck(step))
-    waiting = asyncio.create_task(stream.next())
-    await asyncio.sleep(0)
+    for last in (12, 13):
+        waiting = asyncio.create_task(stream.next())
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "the time of the answer before is not that of this one"
+        stream.send(ReportAck(last))
+        if last == 12:  # The twelfth: its answer comes at once, not when its time has come.
+            assert await asyncio.wait_for(waiting, 1.0) == ReportAck(12)
+    await asyncio.sleep(0.01)
     assert not waiting.done()
-    stream.send(ReportAck(12))
-    # The answer comes at once, not from a timer.
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert waiting.done()
-    assert waiting.result() == ReportAck(12)
-    # The timer of these answers must not send the next ones too early.
-    assert [timer.cancelled() for timer in timers] == [True]
+    stream.send(ReportAck(14, 1, Reason.LATE_STEP))
+    assert await asyncio.wait_for(waiting, 1.0) == ReportAck(14, 1, Reason.LATE_STEP)
+
+
+async def test_an_answer_comes_before_the_messages_that_end_a_stream():
+    stream = RankStream(1, "peer", capacity=4)
+    for step in range(2):
+        stream.send(ReportAck(step))
+        assert step or await stream.next() == ReportAck(0)
+    stream.close(NotLeader("a", "b:1", 1.0))
+    assert await drain(stream) == [ReportAck(1), NotLeader("a", "b:1", 1.0)]
 
 
 # --- Large messages are decoded on a thread, one after another over all streams -------------------

@@ -1,6 +1,7 @@
 """The controller's side of a stream: a bounded send queue, and what waits of received messages."""
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -42,11 +43,10 @@ class RankStream:
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done once nothing more will be sent."""
         self._ack: ReportAck | None = None
-        """The answer held back until the next one is due."""
+        """The answer held back until it is due."""
         self._acked_reports = 0
         """Reports that `_ack` answers."""
-        self._next_ack_at = 0.0
-        self._ack_timer: asyncio.TimerHandle | None = None
+        self._ack_due = 0.0
 
     @property
     def host(self) -> str:
@@ -69,8 +69,6 @@ class RankStream:
 
     def close(self, last: ToRankLink | None = None) -> None:
         """Send what is queued and one last message, then end the stream."""
-        if not self.closed:
-            self._flush_ack()
         if last is not None:
             self.send(last)
         if not self.closed:
@@ -94,45 +92,35 @@ class RankStream:
 
     async def next(self) -> ToRankLink | None:
         """Wait for the next message to write; None at the end."""
-        while not self._queue:
+        while True:
+            ack, now = self._ack, self._loop.time()
+            if ack is not None and (self.closed or now >= self._ack_due):
+                self._ack, self._acked_reports = None, 0
+                self._ack_due = now + _ACK_EVERY_S
+                return ack
+            if self._queue:
+                return self._queue.popleft()
             if self.closed:
                 return None
             self._wake.clear()
-            await self._wake.wait()
-        return self._queue.popleft()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(None if ack is None else self._ack_due):
+                    await self._wake.wait()
 
     def _acknowledge(self, ack: ReportAck) -> None:
         """Answer a report at once, or together with others when the next answer is due."""
-        self._acked_reports += 1
-        if self._ack is not None:
-            self._ack = _join_acks(self._ack, ack)
-            if self._acked_reports >= _ACK_AFTER:
-                self._flush_ack()
-            return
-        now = self._loop.time()
-        self._ack = ack
-        if ack.reason is not None or now >= self._next_ack_at:
-            self._flush_ack()
-        else:
-            self._ack_timer = self._loop.call_at(self._next_ack_at, self._flush_ack)
-
-    def _flush_ack(self) -> None:
-        ack, self._ack, self._acked_reports = self._ack, None, 0
-        if self._ack_timer is not None:
-            self._ack_timer.cancel()
-            self._ack_timer = None
-        if ack is None or self.closed:
-            return
-        self._next_ack_at = self._loop.time() + _ACK_EVERY_S
-        if self._queue and isinstance(last := self._queue[-1], ReportAck):
-            self._queue.pop()
-            ack = _join_acks(last, ack)
-        self._enqueue(ack)
+        held, self._acked_reports = self._ack, self._acked_reports + 1
+        self._ack = ack if held is None else _join_acks(held, ack)
+        if ack.reason is not None or self._acked_reports >= _ACK_AFTER:
+            self._ack_due = 0.0
+        if held is None or not self._ack_due:
+            self._wake.set()
 
     def _enqueue(self, message: ToRankLink) -> None:
         if len(self._queue) >= self._capacity:
             refused("rank_too_slow", self.peer, stream=self.number, queued=len(self._queue))
             self._queue.clear()
+            self._ack = None
             self.close()
             return
         self._queue.append(message)
