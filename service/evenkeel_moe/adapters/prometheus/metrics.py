@@ -40,79 +40,47 @@ _STALL_BUCKETS_S = (1e-5, 1e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.05, 0.
 _CYCLE_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STORE_BUCKETS_S = (5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
-_COUNTERS = (
-    ("evenkeel_report_steps_total", (), "Steps accepted from rank reports."),
-    (
-        "evenkeel_report_steps_rejected_total",
-        ("reason",),
-        "Steps of rank reports put in quarantine, by reason.",
-    ),
-    (
-        "evenkeel_report_steps_dropped_total",
-        ("rank",),
-        "Steps a rank's recorder dropped before reporting them.",
-    ),
-    (
-        "evenkeel_decisions_total",
-        ("reason",),
-        "Cycles of the control loop, by the reason they ended with.",
-    ),
-    ("evenkeel_moves_total", (), "Expert copies between ranks in committed waves."),
-    (
-        "evenkeel_migrated_bytes_total",
-        (),
-        "Bytes of expert weights copied between ranks in committed waves.",
-    ),
-    ("evenkeel_plans_ended_total", ("phase", "reason"), "Plans that reached a terminal phase."),
-    (
-        "evenkeel_deployment_failures_total",
-        (),
-        "Errors that ended a deployment on this controller replica; it starts again after a pause.",
-    ),
-    (
-        "evenkeel_ranks_displaced_total",
-        (),
-        "Processes of ranks that lost their place to another process while they were connected.",
-    ),
-)
-"""Name, labels after `deployment`, help text."""
-_REPLICA_COUNTERS = (
-    (
-        "evenkeel_store_unreadable_records_total",
-        ("kind",),
-        "Stored records that this controller replica skipped because it could not read them.",
-    ),
-    (
-        "evenkeel_deployments_refused_total",
-        ("limit",),
-        "Hellos that were refused because of too many deployments or ranks, or too little memory.",
-    ),
-)
-"""Name, labels, help text."""
+_COUNTERS: Mapping[tuple[str, ...], Mapping[str, str]] = {
+    (): {
+        "evenkeel_report_steps_total": "Steps accepted from rank reports.",
+        "evenkeel_moves_total": "Expert copies between ranks in committed waves.",
+        "evenkeel_migrated_bytes_total": "Bytes of expert weights copied between ranks in committed"
+        " waves.",
+        "evenkeel_deployment_failures_total": "Errors that ended a deployment on this controller"
+        " replica; it starts again after a pause.",
+        "evenkeel_ranks_displaced_total": "Processes of ranks that lost their place to another"
+        " process while they were connected.",
+    },
+    ("reason",): {
+        "evenkeel_report_steps_rejected_total": "Steps of rank reports put in quarantine, by"
+        " reason.",
+        "evenkeel_decisions_total": "Cycles of the control loop, by the reason they ended with.",
+    },
+    ("rank",): {
+        "evenkeel_report_steps_dropped_total": "Steps a rank's recorder dropped before reporting"
+        " them.",
+    },
+    ("phase", "reason"): {
+        "evenkeel_plans_ended_total": "Plans that reached a terminal phase.",
+    },
+}
+"""Labels after `deployment` -> name -> help text."""
 
-_HISTOGRAMS = (
-    (
-        "evenkeel_wave_duration_seconds",
-        _WAVE_BUCKETS_S,
-        "Time from the first Prepare of a wave to its commit.",
-    ),
-    (
-        "evenkeel_swap_stall_seconds",
-        _STALL_BUCKETS_S,
-        "Time for which a swap delayed the step, per rank and wave.",
-    ),
-    (
-        "evenkeel_cycle_duration_seconds",
-        _CYCLE_BUCKETS_S,
-        "Time from the beginning of a cycle to its reason, the wait for a planner included.",
-    ),
-    (
-        "evenkeel_planner_duration_seconds",
-        _CYCLE_BUCKETS_S,
-        "Time that the planner took for a cycle or a manual plan that it finished.",
-    ),
-)
-"""Name, upper bounds of the buckets, help text."""
+_HISTOGRAMS: Mapping[tuple[float, ...], Mapping[str, str]] = {
+    _WAVE_BUCKETS_S: {
+        "evenkeel_wave_duration_seconds": "Time from the first Prepare of a wave to its commit.",
+    },
+    _STALL_BUCKETS_S: {
+        "evenkeel_swap_stall_seconds": "Time for which a swap delayed the step, per rank and wave.",
+    },
+    _CYCLE_BUCKETS_S: {
+        "evenkeel_cycle_duration_seconds": "Time from the beginning of a cycle to its reason, the"
+        " wait for a planner included.",
+        "evenkeel_planner_duration_seconds": "Time that the planner took for a cycle or a manual"
+        " plan that it finished.",
+    },
+}
+"""Upper bounds of the buckets -> name -> help text."""
 
 
 class ControllerMetrics(Collector):
@@ -130,11 +98,13 @@ class ControllerMetrics(Collector):
         self._answered_at: float | None = None
         self._counters = {
             name: Counter(name, text, ["deployment", *labels], registry=registry)
-            for name, labels, text in _COUNTERS
+            for labels, group in _COUNTERS.items()
+            for name, text in group.items()
         }
         self._histograms = {
             name: Histogram(name, text, ["deployment"], buckets=bounds, registry=registry)
-            for name, bounds, text in _HISTOGRAMS
+            for bounds, group in _HISTOGRAMS.items()
+            for name, text in group.items()
         }
         self._counted: dict[str, set[int]] = {}
         """Deployments whose events are counted, with the ranks that dropped steps."""
@@ -151,9 +121,18 @@ class ControllerMetrics(Collector):
             ["policy"],
             registry=registry,
         )
-        self._unreadable, self._refused = (
-            Counter(name, text, labels, registry=registry)
-            for name, labels, text in _REPLICA_COUNTERS
+        self._unreadable = Counter(
+            "evenkeel_store_unreadable_records_total",
+            "Stored records that this controller replica skipped because it could not read them.",
+            ["kind"],
+            registry=registry,
+        )
+        self._refused = Counter(
+            "evenkeel_deployments_refused_total",
+            "Hellos that were refused because of too many deployments or ranks, or too little"
+            " memory.",
+            ["limit"],
+            registry=registry,
         )
         Gauge(
             "evenkeel_build_info",
