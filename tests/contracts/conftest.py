@@ -28,6 +28,14 @@ async def connected(url: str, **options) -> AsyncIterator[Any]:
         await disconnect(client)
 
 
+def bounded(store: RedisDeploymentStore, **bounds: float) -> RedisDeploymentStore:
+    """Return a store with other bounds than those of a controller's."""
+    for name, value in bounds.items():
+        assert hasattr(store, name)
+        setattr(store, name, value)
+    return store
+
+
 @pytest.fixture
 async def valkey(tmp_path) -> AsyncIterator[EmbeddedValkey]:
     server = EmbeddedValkey(tmp_path / "data")
@@ -49,7 +57,7 @@ async def stores(request, tmp_path):
     await server.start()
     async with connected(server.url) as client:
         yield (
-            RedisDeploymentStore(client, epochs_kept=EPOCHS_KEPT, plans_kept=PLANS_KEPT),
+            bounded(RedisDeploymentStore(client), epochs_kept=EPOCHS_KEPT, plans_kept=PLANS_KEPT),
             RedisWindowStore(client, capacity=CAPACITY),
         )
     await server.stop()

@@ -13,7 +13,7 @@ from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.v1 import agent_pb2_grpc
 from evenkeel_moe.wire.from_rank import encode_rank_message
-from tests.contracts.conftest import valkey
+from tests.contracts.conftest import bounded, valkey
 from tests.contracts.test_stores import DEMO, every_plan, make_record
 from tests.integration.controller_rig import Controller, Group
 from tests.waiting import deadline, until
@@ -204,7 +204,7 @@ async def _gone(controller, name):
 
 async def test_records_of_a_deployment_expire_after_its_last_leader(valkey):
     client = connect(valkey.url, timeout_s=deadline(2))
-    store = RedisDeploymentStore(client, record_age_s=3.0)
+    store = bounded(RedisDeploymentStore(client), record_age_s=3.0)
     lease = await store.acquire_lease(DEMO, "a", 60, 0)
     await store.store_plan(make_record(), lease.term)
     await store.store_document(DEMO, "policy", {"mode": "auto"}, lease.term)

@@ -15,7 +15,7 @@ from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanPhase
 from tests.adapters.serving import Authority
-from tests.contracts.conftest import connected
+from tests.contracts.conftest import bounded, connected
 from tests.contracts.test_stores import (
     BASE,
     DEMO,
@@ -41,7 +41,7 @@ async def do_everything(client) -> None:
     assert await store.renew_lease(DEMO, lease, 60)
     await store.store_plan(make_record(), lease.term)
     for number in range(3):
-        await RedisDeploymentStore(client, plans_kept=1).store_plan(
+        await bounded(RedisDeploymentStore(client), plans_kept=1).store_plan(
             make_record(f"q{number}", phase=PlanPhase.EXPIRED), lease.term
         )
     await store.store_epoch(DEMO, Epoch(1), BASE, lease.term)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from evenkeel_moe.adapters.redis import embedded_valkey
 from evenkeel_moe.adapters.redis.client import connect, disconnect
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 from evenkeel_moe.adapters.redis.store import RedisDeploymentStore
@@ -70,6 +71,7 @@ async def test_the_data_outlives_the_server(tmp_path):
 _KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
+from evenkeel_moe.adapters.redis import embedded_valkey
 from evenkeel_moe.adapters.redis.embedded_valkey import EmbeddedValkey
 async def main():
     server = EmbeddedValkey(Path(sys.argv[1]))
@@ -97,8 +99,9 @@ async def test_a_killed_controllers_socket_folder_is_cleared_away(tmp_path):
         await server.stop()
 
 
-async def test_a_folder_serves_one_controller_at_a_time(valkey):
-    second = EmbeddedValkey(valkey.data_dir, free_within_s=0.2)
+async def test_a_folder_serves_one_controller_at_a_time(valkey, monkeypatch):
+    monkeypatch.setattr(embedded_valkey, "_FREE_WITHIN_S", 0.2)
+    second = EmbeddedValkey(valkey.data_dir)
     with pytest.raises(InvalidInput, match="in use by another controller"):
         await second.start()
     with pytest.raises(Unavailable, match="not started"):

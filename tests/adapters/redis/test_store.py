@@ -22,6 +22,7 @@ from evenkeel_moe.model.ids import Epoch
 from evenkeel_moe.model.load import Phase
 from evenkeel_moe.model.plan import PlanPhase
 from evenkeel_moe.ports.stores import Lease
+from tests.contracts.conftest import bounded
 from tests.contracts.test_stores import (
     BASE,
     DEMO,
@@ -67,7 +68,7 @@ async def test_decisions_without_a_time_or_a_reason_are_set_aside(client, store,
 
 
 async def test_every_key_runs_out_from_its_first_write_on(client):
-    store = RedisDeploymentStore(client, record_age_s=100.0, decision_age_s=50.0)
+    store = bounded(RedisDeploymentStore(client), record_age_s=100.0, decision_age_s=50.0)
     writes = [
         lambda: store.store_document(DEMO, "leader", {"replica_id": "a"}, 1),
         lambda: store.store_plan(make_record(), 1),
@@ -107,7 +108,7 @@ async def test_everything_of_a_deployment_shares_a_hash_tag_and_windows_expire(c
 
 
 async def test_a_deployment_is_listed_for_as_long_as_it_is_led(client):
-    store = RedisDeploymentStore(client, record_age_s=2.0)
+    store = bounded(RedisDeploymentStore(client), record_age_s=2.0)
     lease = await store.acquire_lease(DEMO, "a", 60, 0)
     began = time.monotonic()
 
@@ -120,7 +121,7 @@ async def test_a_deployment_is_listed_for_as_long_as_it_is_led(client):
 
 
 async def test_a_led_deployment_is_listed_again_after_a_hundredth_of_the_age(client, monkeypatch):
-    store = RedisDeploymentStore(client, record_age_s=100.0)
+    store = bounded(RedisDeploymentStore(client), record_age_s=100.0)
     clock = SimpleNamespace(now=50.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(leases, "time", clock)
@@ -147,7 +148,7 @@ async def test_a_store_that_lost_its_data_lists_a_claimed_deployment_at_once(cli
 
 @pytest.mark.parametrize("lasting", [True, False])
 async def test_a_renewal_prolongs_all_records_or_those_of_a_new_deployment(client, lasting):
-    store = RedisDeploymentStore(client, record_age_s=2 * leases.NEW_AGE_S)
+    store = bounded(RedisDeploymentStore(client), record_age_s=2 * leases.NEW_AGE_S)
     lease = await store.acquire_lease(DEMO, "a", 60, 0)
     await store.store_document(DEMO, "policy", {}, 1)
     await store.store_plan(make_record(), 1)
@@ -251,7 +252,7 @@ async def test_a_lease_without_an_end_gets_one(client, store, noted):
 
 
 async def test_plans_and_streams_are_bounded_in_the_server(client):
-    store = RedisDeploymentStore(client, plans_kept=3)
+    store = bounded(RedisDeploymentStore(client), plans_kept=3)
     for number in range(6):
         ended = make_record(f"p{number}", 100.0 + number, phase=PlanPhase.EXPIRED)
         await store.store_plan(ended, 1)
@@ -283,7 +284,7 @@ class Replaying:
 
 async def test_a_write_that_arrives_late_replaces_no_later_one(client):
     late: Any = Replaying(client)
-    store = RedisDeploymentStore(late, plans_kept=2)
+    store = bounded(RedisDeploymentStore(late), plans_kept=2)
     await store.store_plan(make_record(phase=PlanPhase.MIGRATING), 1)
     await store.store_epoch(DEMO, Epoch(1), BASE, 1)
     await store.store_document(DEMO, "policy", {"mode": "auto"}, 1)

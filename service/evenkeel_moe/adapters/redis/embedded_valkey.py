@@ -26,6 +26,10 @@ from evenkeel_moe.adapters.redis.client import store_errors
 from evenkeel_moe.errors import InvalidInput, Unavailable
 
 _log = structlog.get_logger(__name__)
+_FREE_WITHIN_S = 10.0
+"""Time for the folder to become free."""
+_ANSWER_WITHIN_S = 60.0
+"""Time for the first answer; on a busy disk a server starts slowly."""
 _OWNER = "data-folder"
 """Name of a link in the folder of the socket, to the data folder that it was made for."""
 
@@ -35,18 +39,13 @@ class EmbeddedValkey:
 
     Args:
         data_dir: created if missing; only one controller at a time may use it.
-        free_within_s: time for the folder to become free.
-        answer_within_s: time for the first answer; on a busy disk a server starts slowly.
     """
 
-    def __init__(
-        self, data_dir: Path, *, free_within_s: float = 10.0, answer_within_s: float = 60.0
-    ) -> None:
+    def __init__(self, data_dir: Path) -> None:
         # Absolute, because the server changes its working directory to the folder.
         self.data_dir = data_dir.absolute()
         self.starts = 0
         """Number of times the server was started."""
-        self._free_within_s, self._answer_within_s = free_within_s, answer_within_s
         self._process: asyncio.subprocess.Process | None = None
         self._socket_dir: str | None = None
         self._lock_fd: int | None = None
@@ -125,7 +124,7 @@ class EmbeddedValkey:
         """Lock the folder. The server inherits the lock, and holds it if it is left behind."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self.data_dir / "lock", flags, 0o600)
-        deadline = asyncio.get_running_loop().time() + self._free_within_s
+        deadline = asyncio.get_running_loop().time() + _FREE_WITHIN_S
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,7 +182,7 @@ class EmbeddedValkey:
 
     async def _wait_for_answer(self) -> None:
         assert self._process is not None
-        deadline = asyncio.get_running_loop().time() + self._answer_within_s
+        deadline = asyncio.get_running_loop().time() + _ANSWER_WITHIN_S
         client = Redis.from_url(self.url, socket_timeout=1.0)
         try:
             while True:

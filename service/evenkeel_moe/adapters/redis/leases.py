@@ -48,28 +48,30 @@ class RedisLeases(RedisRecords):
     Args:
         client, prefix, unreadable, timed: as in `RedisRecords`.
         leases: another client, for leases alone: a renewal waits for no other call.
-        record_age_s: records of a deployment that nobody has led for this long are dropped.
     """
+
+    record_age_s = 90 * 86_400.0
+    """Records of a deployment that nobody has led for this long are dropped."""
 
     def __init__(
         self,
         client: Client,
         leases: Client,
         prefix: str,
-        record_age_s: float,
         unreadable: UnreadableRecord,
         timed: Timed | None,
     ) -> None:
         super().__init__(client, prefix, unreadable, timed)
         self._leases: Any = leases
-        self._record_age_s = record_age_s
-        self._record_age_ms = milliseconds(record_age_s)
         self._listed_at: dict[DeploymentId, float] = {}
         """Time at which each deployment led through this store was last listed."""
 
     @property
     def _seen(self) -> str:
         return f"{self._prefix}:seen"
+
+    def _age_ms(self, lasting: bool) -> int:
+        return milliseconds(self.record_age_s if lasting else NEW_AGE_S)
 
     async def _eval(
         self, script: str, keys: Sequence[str], *values: object, client: Any = None
@@ -87,12 +89,11 @@ class RedisLeases(RedisRecords):
         """Take the lease if it is free, expired or the same holder's; return the winner's lease."""
         names = ("lease", "term", "documents", "plans", "epochs")
         keys = [self._key(deployment, name) for name in names]
-        ages = (self._record_age_ms, milliseconds(NEW_AGE_S))
         values = (
             holder,
             milliseconds(ttl_s),
             at_least_term,
-            *ages,
+            *(self._age_ms(True), self._age_ms(False)),
             int(lasting),
             milliseconds(_ASIDE_S),
         )
@@ -114,19 +115,18 @@ class RedisLeases(RedisRecords):
             scripts.SEE,
             [self._seen],
             deployment,
-            round(self._record_age_s),
+            round(self.record_age_s),
             client=self._leases,
         )
 
     async def renew_lease(self, deployment: DeploymentId, lease: Lease, ttl_s: float) -> bool:
         """Prolong a lease; return False when it is no longer ours."""
         records = _RECORDS if lease.lasting else _UNDER_A_LEASE
-        age_ms = self._record_age_ms if lease.lasting else milliseconds(NEW_AGE_S)
         keys = [self._key(deployment, name) for name in ("lease", *records)]
-        values = (lease.holder, lease.term, milliseconds(ttl_s), age_ms)
+        values = (lease.holder, lease.term, milliseconds(ttl_s), self._age_ms(lease.lasting))
         with self._call("lease", "renewing a lease"):
             now, listed_at = time.monotonic(), self._listed_at.get(deployment)
-            due = listed_at is None or now - listed_at >= self._record_age_s / _LISTINGS_PER_AGE
+            due = listed_at is None or now - listed_at >= self.record_age_s / _LISTINGS_PER_AGE
             if due and lease.lasting:
                 await self._list(deployment)
                 self._listed_at[deployment] = now

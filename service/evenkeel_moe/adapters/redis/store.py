@@ -29,7 +29,7 @@ from evenkeel_moe.adapters.redis.encoding import (
     unpack_plan_id,
     unpack_plan_record,
 )
-from evenkeel_moe.adapters.redis.leases import NEW_AGE_S, RedisLeases
+from evenkeel_moe.adapters.redis.leases import RedisLeases
 from evenkeel_moe.adapters.redis.records import milliseconds
 from evenkeel_moe.errors import Conflict, Reason, Unavailable
 from evenkeel_moe.model.ids import DeploymentId, Epoch, PlanId
@@ -57,9 +57,6 @@ class RedisDeploymentStore(RedisLeases):
         client: returned by `adapters.redis.client.connect`.
         leases: another client, for leases alone; None uses the same.
         prefix: first part of every key.
-        plans_kept, epochs_kept, decisions_kept: the oldest beyond these numbers are dropped.
-        decision_age_s: decisions older than this are dropped.
-        record_age_s: records of a deployment that nobody has led for this long are dropped.
         wait_replicas: replicas that must have a plan, an epoch or a document within `wait_s`. If
             fewer have it, the write raises Unavailable and must be repeated, though the primary
             has it.
@@ -67,27 +64,25 @@ class RedisDeploymentStore(RedisLeases):
         timed: told how long each call took.
     """
 
+    plans_kept = 1000
+    epochs_kept = 64
+    decisions_kept = 10_000
+    """The oldest beyond these numbers are dropped."""
+    decision_age_s = 30 * 86_400.0
+    """Decisions older than this are dropped."""
+
     def __init__(
         self,
         client: Client,
         *,
         leases: Client | None = None,
         prefix: str = "evenkeel",
-        plans_kept: int = 1000,
-        epochs_kept: int = 64,
-        decisions_kept: int = 10_000,
-        decision_age_s: float = 30 * 86_400.0,
-        record_age_s: float = 90 * 86_400.0,
         wait_replicas: int = 0,
         wait_s: float = 1.0,
         unreadable: UnreadableRecord = ignore_unreadable,
         timed: Timed | None = None,
     ) -> None:
-        super().__init__(client, leases or client, prefix, record_age_s, unreadable, timed)
-        self._plans_kept = plans_kept
-        self._epochs_kept = epochs_kept
-        self._decisions_kept = decisions_kept
-        self._decision_age_s = decision_age_s
+        super().__init__(client, leases or client, prefix, unreadable, timed)
         self._wait_replicas = wait_replicas
         self._writer, self._numbers = secrets.token_hex(8), count(1)
         self._wait_s = wait_s
@@ -126,7 +121,7 @@ class RedisDeploymentStore(RedisLeases):
             term,
             _PLAN + plan.plan_id,
             *(plan.plan_id, repr(plan.created_at), pack_plan_record(record)),
-            *(self._plans_kept, still_open, _PLAN, maps, first),
+            *(self.plans_kept, still_open, _PLAN, maps, first),
             *map(pack_story_row, record.story[first:]),
         )
 
@@ -180,7 +175,7 @@ class RedisDeploymentStore(RedisLeases):
     ) -> None:
         """Record a committed placement under its epoch; set aside epochs of another history."""
         body = await asyncio.to_thread(pack_placement, placement)
-        values = ("epochs", epoch, body, self._epochs_kept, int(begins_history))
+        values = ("epochs", epoch, body, self.epochs_kept, int(begins_history))
         names = ("epochs", "replaced_epochs")
         await self._write(deployment, names, scripts.STORE_EPOCH, term, *values)
 
@@ -237,7 +232,7 @@ class RedisDeploymentStore(RedisLeases):
     async def append_decision(self, deployment: DeploymentId, decision: Mapping[str, Any]) -> None:
         """Add a row to the decision log, which is bounded by count and age."""
         key, body = self._key(deployment, "decisions"), json.dumps(decision)
-        bounds = (self._decisions_kept, milliseconds(self._decision_age_s))
+        bounds = (self.decisions_kept, milliseconds(self.decision_age_s))
         with self._call("write", "appending a decision"):
             await self._eval(scripts.APPEND_DECISION, [key], body, *bounds)
 
@@ -300,9 +295,8 @@ class RedisDeploymentStore(RedisLeases):
             Unavailable: it is unknown if anything was written, or too few replicas have it.
         """
         replicas = self._wait_replicas if replicas is None else replicas
-        age_ms = self._record_age_ms if lasting else milliseconds(NEW_AGE_S)
         keys = [self._key(deployment, name) for name in ("term", "written", *names)]
-        values = (term, record, self._writer, next(self._numbers), *values, age_ms)
+        values = (term, record, self._writer, next(self._numbers), *values, self._age_ms(lasting))
         with self._call("write", f"writing {names[0]}"):
             if replicas:
                 newer, copies = await self._eval_and_wait(replicas, script, keys, *values)

@@ -16,7 +16,6 @@ from evenkeel_moe.adapters.redis.encoding import (
     unpack_window,
 )
 from evenkeel_moe.adapters.redis.records import RedisRecords, milliseconds
-from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.model.ids import DeploymentId
 from evenkeel_moe.model.load import LoadWindow, Phase
 from evenkeel_moe.model.topology import ModelShape
@@ -81,8 +80,6 @@ class RedisWindowStore(RedisRecords):
         unreadable: UnreadableRecord = ignore_unreadable,
         timed: Timed | None = None,
     ) -> None:
-        if capacity < 1:
-            raise InvalidInput(f"window capacity is {capacity}, must be at least 1")
         super().__init__(client, prefix, unreadable, timed)
         self._capacity = capacity
         self._ttl_ms = milliseconds(ttl_s)
