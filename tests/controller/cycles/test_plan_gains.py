@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
+from evenkeel_moe.adapters.prometheus.metrics import ControllerMetrics
 from evenkeel_moe.controller.cycles.cycle_inputs import PlanBase
 from evenkeel_moe.controller.cycles.plan_gains import (
     StepsAfter,
@@ -273,9 +275,8 @@ async def test_steps_of_another_number_of_experts_count_for_no_plan(rig):
     record.plan.numbers["gain"] = 0.3
     append(rig, window(100, full(rig), 1, three))
     gauges = GaugeReader(rig.member.planner, GaugeLimits(8, 8))
-    told = gauges.read().last_plan
-    assert told is not None
-    assert (told.predicted_gain, told.realised_gain) == (0.3, None)
+    gains = [one[1:] for one in gauges.read() if one[0] == "evenkeel_last_plan_gain_ratio"]
+    assert gains == [(("predicted",), 0.3), (("realised",), None)]
     assert gauges._layer_loads(AFTER_ONE) is None
     await rig.member.measure_plans()
     await rig.look_on()
@@ -286,6 +287,54 @@ async def test_steps_of_another_number_of_experts_count_for_no_plan(rig):
     await until(lambda: rig.member.control.records.get(BAD).delivered)
     delivered = rig.member.control.records.get(BAD).delivered
     assert delivered.unknown_because == "no step before the plan has seconds"
+
+
+async def test_each_gauge_that_the_status_does_not_hold_is_exported(rig):
+    append(rig, window(0, 100, 0, BASE))
+    await rig.migrate()
+    append(rig, window(100, full(rig), 1, AFTER_ONE))
+    await rig.member.measure_plans()
+    await until(lambda: rig.member.control.records.get(BAD).delivered)
+    control, loads = rig.member.control, rig.member.loads
+    record = control.records.get(BAD)
+    record.plan.numbers.update({"gain": 0.3, "balancedness_expected": 0.9})
+    for name, phase in (("waits", PlanPhase.PROPOSED), ("failed", PlanPhase.ABORTED)):
+        other = make_plan(name, phase=phase)
+        control.records.by_id[other.plan.plan_id] = other
+    loads.update_balance()
+    read = [*GaugeReader(rig.member.planner, GaugeLimits(8, 8)).read()]
+    registry = CollectorRegistry()
+    ControllerMetrics(registry).refresh(LiveView(rig.member).status(), read)
+    exported = {
+        (sample.name, *(v for k, v in sample.labels.items() if k != "deployment")): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+    }
+    for name, labels, value in read:
+        assert exported.get((name, *map(str, labels))) == value, (name, labels)
+    gain, balancedness = "evenkeel_last_plan_gain_ratio", "evenkeel_last_plan_balancedness_ratio"
+    by_layer = loads.balance.by_layer()
+    realised = exported[gain, "realised"], exported[balancedness, "realised"]
+    assert 0 < realised[0] < realised[1] < 1
+    assert (
+        exported.items()
+        >= {
+            ("evenkeel_experts", "one"): 4,
+            ("evenkeel_experts_down_to_one_replica",): 0,
+            ("evenkeel_layer_balancedness_ratio", "0"): by_layer[0],
+            ("evenkeel_layer_redundant_replicas", "0"): 2,
+            ("evenkeel_redundant_replicas_per_layer", "max"): 2,
+            ("evenkeel_last_plan_committed_timestamp_seconds",): record.updated_at,
+            (gain, "predicted"): 0.3,
+            (balancedness, "predicted"): 0.9,
+            ("evenkeel_plan_promised_gain_ratio",): 0.3,
+            ("evenkeel_plan_delivered_gain_ratio", "estimate"): record.delivered.gain,
+            ("evenkeel_last_plan_failed_timestamp_seconds", other.reason): other.updated_at,
+            ("evenkeel_proposal_created_timestamp_seconds",): other.plan.created_at,
+        }.items()
+    )
+    ratios = [exported["evenkeel_layer_rank_load_ratio", "1", str(rank)] for rank in range(2)]
+    assert sum(ratios) == pytest.approx(2.0) and ratios[0] > 1.1
 
 
 @pytest.mark.parametrize("restarted", ["controller", "ranks"])

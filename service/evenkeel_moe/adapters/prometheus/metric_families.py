@@ -1,85 +1,29 @@
 """The gauges of a deployment: a table of the families, and the values read from its newest view.
 
-A value that is None has no series. Labels are closed lists, ranks, and the few layers that
-`DeploymentGauges` names. The number of series never grows with the number of experts.
+Labels are closed lists, ranks, and a few layers. The number of series never grows with the number
+of experts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from prometheus_client.core import GaugeMetricFamily
 
 from evenkeel_moe.model.finding import LIVE_CODES, doubts
 from evenkeel_moe.ports.status import DeploymentStatus
 
-
-@dataclass(frozen=True, slots=True)
-class LayerGauges:
-    """Values of one MoE layer that gets series of its own."""
-
-    layer: int
-    balancedness: float | None
-    redundant: int
-    """Filled slots beyond one for each expert."""
-    rank_load: tuple[float, ...] = ()
-    """(R,) load of each rank over the mean of the ranks; empty: no series by rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanGauges:
-    """Values of the newest committed plan: the prediction, and the result measured since."""
-
-    committed_at_unix: float
-    predicted_gain: float | None
-    """Saving of MoE time on held-out steps, as a fraction; None for plans without a prediction."""
-    realised_gain: float | None
-    """The same saving on the steps run since; None before the first."""
-    expected_balancedness: float | None
-    realised_balancedness: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredGauges:
-    """Promise and delivery of the newest committed plan whose gain was measured."""
-
-    promised: float | None
-    """Gain of the verdict; None for plans without one."""
-    delivered: tuple[float | None, float | None, float | None]
-    """Gain by reported seconds: estimate, lower and upper bound."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeploymentGauges:
-    """Values of a deployment's gauges that its `DeploymentStatus` does not hold."""
-
-    group_steps: int | None = None
-    """Steps that the group has run in this generation, dummy steps included."""
-    live_replicas: tuple[int, int, int] | None = None
-    """Number of (layer, expert) pairs with a replica on no, one, and more than one live rank."""
-    down_to_one: int | None = None
-    """Number of (layer, expert) pairs that are placed on several ranks of which one is alive."""
-    redundant: tuple[int, float, int] | None = None
-    """Least, mean and most filled slots a layer has beyond one for each expert."""
-    layers: tuple[LayerGauges, ...] = ()
-    """The worst layers, worst first."""
-    last_plan: PlanGauges | None = None
-    measured: MeasuredGauges | None = None
-    """None before a plan was measured."""
-    calibration: float | None = None
-    """Factor by which modelled gains are multiplied."""
-    waiting: tuple[float, float | None] | None = None
-    """The oldest plan that waits for approval was made at the first time, and the next one expires
-    at the second [Unix s]; None if none expires."""
-    last_failure: tuple[float, str] | None = None
-    """Time at which the newest aborted plan ended [Unix s], and its Reason."""
+Series = tuple[str, tuple[object, ...], float | None]
+"""Family, label values after the deployment, and value; None has no series."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything that the gauges of one deployment are read from."""
+    """The gauges of one deployment."""
 
     status: DeploymentStatus
-    gauges: DeploymentGauges
+    more: tuple[Series, ...]
+    """What the status does not hold."""
 
 
 _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
@@ -211,9 +155,6 @@ _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {
 }
 """Labels after `deployment` -> name -> help text."""
 
-_Series = Iterable[tuple[str, tuple[object, ...], float | None]]
-"""(family, label values after the deployment, value) of each series."""
-
 
 def families(views: Sequence[View]) -> Iterable[GaugeMetricFamily]:
     """Return every gauge family of the deployments this replica leads."""
@@ -223,22 +164,21 @@ def families(views: Sequence[View]) -> Iterable[GaugeMetricFamily]:
         for name, text in group.items()
     }
     for view in views:
-        for read in (_of_deployment, _of_ranks, _of_active_plan, _of_layers, _of_last_plan):
-            for name, labels, value in read(view):
-                if value is not None:
-                    found[name].add_metric([view.status.deployment, *map(str, labels)], value)
+        status = view.status
+        series = (_of_deployment(status), _of_ranks(status), _of_active_plan(status), view.more)
+        for name, labels, value in chain.from_iterable(series):
+            if value is not None:
+                found[name].add_metric([status.deployment, *map(str, labels)], value)
     return found.values()
 
 
-def _of_deployment(view: View) -> _Series:
-    status, gauges = view.status, view.gauges
+def _of_deployment(status: DeploymentStatus) -> Iterator[Series]:
     yield "evenkeel_deployment_info", (status.mode, status.policy, status.leader), 1
     yield "evenkeel_deployment_state", (status.state, status.reason), 1
     yield "evenkeel_epoch", (), status.epoch
     yield "evenkeel_term", (), status.term
     yield "evenkeel_ranks_expected", (), status.shape.num_ranks
     yield "evenkeel_ranks_stopped", (), sum(rank.stopped for rank in status.ranks)
-    yield "evenkeel_group_steps", (), gauges.group_steps
     yield "evenkeel_window_steps", (), status.window_steps
     yield "evenkeel_newest_step", (), status.step
     yield "evenkeel_newest_step_timestamp_seconds", (), status.newest_step_unix
@@ -263,10 +203,13 @@ def _of_deployment(view: View) -> _Series:
         yield "evenkeel_balancedness_mean_ratio", (phase,), mean
     for phase, worst in status.balancedness_worst_by_phase.items():
         yield "evenkeel_balancedness_worst_ratio", (phase,), worst
+    for one in status.coverage or ():
+        yield "evenkeel_experts_lost_with_one_domain", (one.domain,), one.most_lost
+    yield "evenkeel_plans_lost_time_in_a_row", (), status.plans_lost_time
 
 
-def _of_ranks(view: View) -> _Series:
-    for rank in view.status.ranks:
+def _of_ranks(status: DeploymentStatus) -> Iterator[Series]:
+    for rank in status.ranks:
         label = (rank.rank,)
         yield "evenkeel_rank_info", (*label, rank.node, rank.gpu_uuid), 1
         yield "evenkeel_rank_load_share_ratio", label, rank.load_share
@@ -278,8 +221,8 @@ def _of_ranks(view: View) -> _Series:
         yield "evenkeel_rank_trouble", label, 1 if rank.trouble else None
 
 
-def _of_active_plan(view: View) -> _Series:
-    status, active = view.status, view.status.active_plan
+def _of_active_plan(status: DeploymentStatus) -> Iterator[Series]:
+    active = status.active_plan
     if active is None:
         return
     yield "evenkeel_plan_created_timestamp_seconds", (), active.plan.created_at
@@ -289,46 +232,3 @@ def _of_active_plan(view: View) -> _Series:
     yield "evenkeel_plan_waves", (), len(active.plan.waves)
     yield "evenkeel_staging_done_bytes", (), status.staging_bytes_done
     yield "evenkeel_staging_planned_bytes", (), status.staging_bytes_total
-
-
-def _of_layers(view: View) -> _Series:
-    gauges = view.gauges
-    if gauges.live_replicas is not None:
-        for label, count in zip(("none", "one", "more"), gauges.live_replicas, strict=True):
-            yield "evenkeel_experts", (label,), count
-    yield "evenkeel_experts_down_to_one_replica", (), gauges.down_to_one
-    for one in view.status.coverage or ():
-        yield "evenkeel_experts_lost_with_one_domain", (one.domain,), one.most_lost
-    if gauges.redundant is not None:
-        for label, value in zip(("min", "mean", "max"), gauges.redundant, strict=True):
-            yield "evenkeel_redundant_replicas_per_layer", (label,), value
-    for layer in gauges.layers:
-        yield "evenkeel_layer_balancedness_ratio", (layer.layer,), layer.balancedness
-        yield "evenkeel_layer_redundant_replicas", (layer.layer,), layer.redundant
-        for rank, ratio in enumerate(layer.rank_load):
-            yield "evenkeel_layer_rank_load_ratio", (layer.layer, rank), ratio
-
-
-def _of_last_plan(view: View) -> _Series:
-    plan, failure = view.gauges.last_plan, view.gauges.last_failure
-    if view.gauges.waiting is not None:
-        made_at, expires_at = view.gauges.waiting
-        yield "evenkeel_proposal_created_timestamp_seconds", (), made_at
-        yield "evenkeel_proposal_expires_timestamp_seconds", (), expires_at
-    if failure is not None:
-        failed_at, reason = failure
-        yield "evenkeel_last_plan_failed_timestamp_seconds", (reason,), failed_at
-    yield "evenkeel_gain_calibration_ratio", (), view.gauges.calibration
-    yield "evenkeel_plans_lost_time_in_a_row", (), view.status.plans_lost_time
-    measured = view.gauges.measured
-    if measured is not None:
-        yield "evenkeel_plan_promised_gain_ratio", (), measured.promised
-        for bound, gain in zip(("estimate", "lower", "upper"), measured.delivered, strict=True):
-            yield "evenkeel_plan_delivered_gain_ratio", (bound,), gain
-    if plan is not None:
-        yield "evenkeel_last_plan_committed_timestamp_seconds", (), plan.committed_at_unix
-        yield "evenkeel_last_plan_gain_ratio", ("predicted",), plan.predicted_gain
-        yield "evenkeel_last_plan_gain_ratio", ("realised",), plan.realised_gain
-        balancedness = "evenkeel_last_plan_balancedness_ratio"
-        yield balancedness, ("predicted",), plan.expected_balancedness
-        yield balancedness, ("realised",), plan.realised_balancedness

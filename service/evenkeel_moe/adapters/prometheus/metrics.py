@@ -26,11 +26,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from evenkeel_moe import __version__
-from evenkeel_moe.adapters.prometheus.metric_families import (
-    DeploymentGauges,
-    View,
-    families,
-)
+from evenkeel_moe.adapters.prometheus.metric_families import Series, View, families
 from evenkeel_moe.errors import Reason
 from evenkeel_moe.peer_budget import refusals
 from evenkeel_moe.ports.status import DeploymentStatus
@@ -65,6 +61,19 @@ _COUNTERS: Mapping[tuple[str, ...], Mapping[str, str]] = {
     },
 }
 """Labels after `deployment` -> name -> help text."""
+_REPLICA_COUNTERS = (
+    (
+        "evenkeel_store_unreadable_records_total",
+        "kind",
+        "Stored records that this controller replica skipped because it could not read them.",
+    ),
+    (
+        "evenkeel_deployments_refused_total",
+        "limit",
+        "Hellos that were refused because of too many deployments or ranks, or too little memory.",
+    ),
+)
+"""Name, label, help text."""
 
 _HISTOGRAMS: Mapping[tuple[float, ...], Mapping[str, str]] = {
     _WAVE_BUCKETS_S: {
@@ -121,18 +130,9 @@ class ControllerMetrics(Collector):
             ["policy"],
             registry=registry,
         )
-        self._unreadable = Counter(
-            "evenkeel_store_unreadable_records_total",
-            "Stored records that this controller replica skipped because it could not read them.",
-            ["kind"],
-            registry=registry,
-        )
-        self._refused = Counter(
-            "evenkeel_deployments_refused_total",
-            "Hellos that were refused because of too many deployments or ranks, or too little"
-            " memory.",
-            ["limit"],
-            registry=registry,
+        self._unreadable, self._refused = (
+            Counter(name, text, [label], registry=registry)
+            for name, label, text in _REPLICA_COUNTERS
         )
         Gauge(
             "evenkeel_build_info",
@@ -273,14 +273,15 @@ class ControllerMetrics(Collector):
 
     # --- current state ----------------------------------------------------------------------------
 
-    def refresh(
-        self,
-        status: DeploymentStatus,
-        gauges: DeploymentGauges = DeploymentGauges(),  # noqa: B008 - frozen
-    ) -> None:
-        """Replace all gauges of a deployment led here; a value of None removes its series."""
+    def refresh(self, status: DeploymentStatus, more: Iterable[Series] = ()) -> None:
+        """Replace all gauges of a deployment led here; a value of None removes its series.
+
+        Args:
+            status: of the deployment.
+            more: gauges that the status does not hold.
+        """
         name = status.deployment
-        self._views = {**self._views, name: View(status, gauges)}
+        self._views = {**self._views, name: View(status, tuple(more))}
         counted = self._counted.get(name, set())
         for rank in counted - {one.rank for one in status.ranks}:
             counted.remove(rank)

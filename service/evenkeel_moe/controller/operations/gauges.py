@@ -4,19 +4,14 @@ These are the replicas on live ranks, the worst layers, and the effect of the la
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenkeel_moe.adapters.prometheus.metric_families import (
-    DeploymentGauges,
-    LayerGauges,
-    MeasuredGauges,
-    PlanGauges,
-)
+from evenkeel_moe.adapters.prometheus.metric_families import Series
 from evenkeel_moe.controller.cycles.planner import DeploymentPlanner
 from evenkeel_moe.errors import EvenkeelError
 from evenkeel_moe.model.cost import TOKENS, CostModel, CostSource
@@ -141,13 +136,13 @@ def _measured(records: Iterable[PlanRecord]) -> list[tuple[DeliveredGain, Plan]]
     return sorted(found, key=lambda one: one[0].at, reverse=True)
 
 
-def measured_gauges(records: Iterable[PlanRecord]) -> MeasuredGauges | None:
-    """Return promise and delivery of the newest measured plan; None if none was measured."""
-    if not (measured := _measured(records)):
-        return None
-    delivered, plan = measured[0]
-    interval = (delivered.gain, delivered.lower, delivered.upper)
-    return MeasuredGauges(plan.numbers.get("gain"), interval)
+def measured_gauges(records: Iterable[PlanRecord]) -> Iterator[Series]:
+    """Yield promise and delivery of the newest measured plan, if any was measured."""
+    for delivered, plan in _measured(records)[:1]:
+        yield "evenkeel_plan_promised_gain_ratio", (), plan.numbers.get("gain")
+        interval = {"estimate": delivered.gain, "lower": delivered.lower, "upper": delivered.upper}
+        for bound, gain in interval.items():
+            yield "evenkeel_plan_delivered_gain_ratio", (bound,), gain
 
 
 def losses_in_a_row(records: Iterable[PlanRecord]) -> int | None:
@@ -170,7 +165,7 @@ def losses_in_a_row(records: Iterable[PlanRecord]) -> int | None:
 
 @dataclass(eq=False, repr=False)
 class GaugeReader:
-    """Reads the `DeploymentGauges` of one deployment."""
+    """Reads the gauges of one deployment that its status does not hold."""
 
     planner: DeploymentPlanner
     limits: GaugeLimits
@@ -179,49 +174,51 @@ class GaugeReader:
     def __post_init__(self) -> None:
         self.control, self.loads = self.planner.control, self.planner.loads
 
-    def read(self) -> DeploymentGauges:
-        """Return the present values; the balance of the loads must be up to date."""
+    def read(self) -> Iterator[Series]:
+        """Yield the present values; the balance of the loads must be up to date."""
+        failed = self.control.records.newest(PlanPhase.ABORTED)
+        if failed is not None:
+            name = "evenkeel_last_plan_failed_timestamp_seconds"
+            yield name, (failed.reason,), failed.updated_at
         placement, membership = self.control.placement, self.control.membership
         if placement is None:
-            return DeploymentGauges(last_failure=self._last_failure())
+            return
         now = self.planner.shared.clock.monotonic()
         live = tuple(membership.fresh(EpRank(rank), now) for rank in range(placement.num_ranks))
-        counts, down = live_replicas(placement, live) if any(live) else (None, None)
         redundant = (placement.phy2log >= 0).sum(axis=1) - placement.num_logical_experts
-        return DeploymentGauges(
-            live_replicas=counts,
-            down_to_one=down,
-            redundant=(int(redundant.min()), float(redundant.mean()), int(redundant.max())),
-            layers=self._layers(placement, redundant) if any(live) else (),
-            group_steps=membership.step() or None,
-            last_plan=self._last_plan(),
-            measured=measured_gauges(self.control.records.by_id.values()),
-            calibration=self.planner.builder.calibration.factor,
-            waiting=self._waiting(),
-            last_failure=self._last_failure(),
-        )
+        if any(live):
+            counts, down = live_replicas(placement, live)
+            for label, count in zip(("none", "one", "more"), counts, strict=True):
+                yield "evenkeel_experts", (label,), count
+            yield "evenkeel_experts_down_to_one_replica", (), down
+            yield from self._layers(placement, redundant)
+        for label, value in zip(
+            ("min", "mean", "max"),
+            (redundant.min(), redundant.mean(), redundant.max()),
+            strict=True,
+        ):
+            yield "evenkeel_redundant_replicas_per_layer", (label,), float(value)
+        yield "evenkeel_group_steps", (), membership.step() or None
+        yield from self._last_plan()
+        yield from measured_gauges(self.control.records.by_id.values())
+        yield "evenkeel_gain_calibration_ratio", (), self.planner.builder.calibration.factor
+        yield from self._waiting()
 
-    def _layers(
-        self, placement: Placement, redundant: NDArray[np.int64]
-    ) -> tuple[LayerGauges, ...]:
+    def _layers(self, placement: Placement, redundant: NDArray[np.int64]) -> Iterator[Series]:
         by_layer = self.loads.balance.by_layer()
         if by_layer is None:
-            return ()
+            return
         by_rank = self.limits.layers_by_rank(placement.num_ranks)
         # NaN sorts last: a layer without tokens is not the worst.
         worst = np.argsort(by_layer, kind="stable")[: max(self.limits.worst_layers, by_rank)]
         loads = self._layer_loads(placement) if by_rank else None
-        return tuple(
-            LayerGauges(
-                int(layer),
-                float(by_layer[layer]) if math.isfinite(by_layer[layer]) else None,
-                int(redundant[layer]),
-                tuple(float(x) for x in loads[layer] / loads[layer].mean())
-                if loads is not None and position < by_rank and loads[layer].sum() > 0
-                else (),
-            )
-            for position, layer in enumerate(worst)
-        )
+        for position, layer in enumerate(worst.tolist()):
+            known = float(by_layer[layer]) if math.isfinite(by_layer[layer]) else None
+            yield "evenkeel_layer_balancedness_ratio", (layer,), known
+            yield "evenkeel_layer_redundant_replicas", (layer,), int(redundant[layer])
+            if loads is not None and position < by_rank and loads[layer].sum() > 0:
+                for rank, ratio in enumerate(loads[layer] / loads[layer].mean()):
+                    yield "evenkeel_layer_rank_load_ratio", (layer, rank), float(ratio)
 
     def _layer_loads(self, placement: Placement) -> NDArray[np.float64] | None:
         """Return the (L, R) [tokens] of all windows; None without load."""
@@ -236,31 +233,28 @@ class GaugeReader:
         by_rank = metrics.rank_load(load[None], placement, self.loads.split())[0]
         return np.asarray(by_rank, np.float64)
 
-    def _last_plan(self) -> PlanGauges | None:
+    def _last_plan(self) -> Iterator[Series]:
         record = self.control.records.newest(PlanPhase.COMMITTED)
         if record is None:
-            return None
+            return
+        yield "evenkeel_last_plan_committed_timestamp_seconds", (), record.updated_at
         try:
             cost = self.planner.builder.cost or TOKENS
             windows = self.loads.windows_of(record.plan.target)
             self._realised.update(record, windows, self.loads.split(), cost)
         except EvenkeelError:
-            # The plan is of a group of another shape: its effect cannot be measured here.
-            return PlanGauges(record.updated_at, None, None, None, None)
-        numbers = record.plan.numbers
-        return PlanGauges(
-            record.updated_at,
-            numbers.get("gain"),
-            self._realised.gain,
-            numbers.get("balancedness_expected"),
-            self._realised.balancedness,
-        )
+            return  # The plan is of a group of another shape: its effect cannot be measured here.
+        numbers, gain = record.plan.numbers, "evenkeel_last_plan_gain_ratio"
+        yield gain, ("predicted",), numbers.get("gain")
+        yield gain, ("realised",), self._realised.gain
+        balancedness = "evenkeel_last_plan_balancedness_ratio"
+        yield balancedness, ("predicted",), numbers.get("balancedness_expected")
+        yield balancedness, ("realised",), self._realised.balancedness
 
-    def _waiting(self) -> tuple[float, float | None] | None:
+    def _waiting(self) -> Iterator[Series]:
+        """Yield when the oldest plan that waits for approval was made, and the next one expires."""
         plans = [record.plan for record in self.control.records.proposals]
+        for oldest in plans[:1]:
+            yield "evenkeel_proposal_created_timestamp_seconds", (), oldest.created_at
         ends = [plan.expires_at for plan in plans if plan.expires_at is not None]
-        return (plans[0].created_at, min(ends, default=None)) if plans else None
-
-    def _last_failure(self) -> tuple[float, str] | None:
-        record = self.control.records.newest(PlanPhase.ABORTED)
-        return None if record is None else (record.updated_at, str(record.reason))
+        yield "evenkeel_proposal_expires_timestamp_seconds", (), min(ends, default=None)
