@@ -93,8 +93,8 @@ _SMALL, _MAPS = encoding.pack_plan_record(_RECORD), encoding.pack_plan_maps(_REC
 
 def _stored_plan(data: bytes) -> object:
     """Read a stored plan with these bytes in place of each of its parts."""
-    whole = (_SMALL, _MAPS, [encoding.pack_story_row({"event": "created"})])
-    for parts in ((data, *whole[1:]), (whole[0], data, whole[2]), (*whole[:2], [data])):
+    whole = (_SMALL, _MAPS, encoding.pack_story_row({"event": "created"}))
+    for parts in ((data, *whole[1:]), (whole[0], data, whole[2]), (*whole[:2], data)):
         try:
             found = encoding.unpack_plan_record(*parts)
         except Unreadable as error:

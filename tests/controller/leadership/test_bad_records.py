@@ -250,7 +250,7 @@ async def damage(client, turn: int) -> None:
     for name, (small, maps, row) in bad_plans().items():
         await client.hset(PREFIX + "plans", name, small)
         await client.hset(PREFIX + "plan_maps", name, maps)
-        await client.hset(PREFIX + "plan_story", mapping={f"rows {name}": 1, f"0 {name}": row})
+        await client.hset(PREFIX + "plan_story", name, row)
         await client.zadd(PREFIX + "plan_order", {name: 5.0})
         await client.hset(PREFIX + "plans_open", name, 1)
     await client.zadd(PREFIX + "plan_order", {b"\xff\xff": 5.0})
@@ -394,6 +394,6 @@ async def test_mangled_records_are_never_fatal(client, store, windows, part):
             text = json.dumps(mangled(rng, body)).encode()
             await client.hset(PREFIX + "documents", name, text)
         await client.hset(PREFIX + "plans", "p", packed(mangled(rng, SMALL)))
-        await client.hset(PREFIX + "plan_story", "0 p", packed(mangled(rng, ROWS[0])))
+        await client.hset(PREFIX + "plan_story", "p", packed(mangled(rng, ROWS[0])))
         await client.xadd(PREFIX + "decisions", {"d": json.dumps(mangled(rng, ROW)).encode()})
         await lead_and_look(client)

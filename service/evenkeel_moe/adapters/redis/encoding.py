@@ -8,7 +8,7 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, ParamSpec, TypeVar, get_type_hints
 
 import numpy as np
@@ -239,8 +239,8 @@ def unpack_placement(data: bytes) -> Placement:
 def pack_plan_record(record: PlanRecord) -> bytes:
     """Encode a plan record without its maps, waves and story: little, however large the plan is."""
     form = _RECORD.model_validate(record).model_dump(mode="json")
-    # For people and tools that read the record without its maps.
-    form["num_waves"] = len(record.plan.waves)
+    # Waves for people and tools that read the record without its maps.
+    form |= {"num_waves": len(record.plan.waves), "num_rows": len(record.story)}
     return _compress(json.dumps(form).encode())
 
 
@@ -252,18 +252,19 @@ def pack_plan_maps(plan: Plan) -> bytes:
 
 
 def pack_story_row(row: Mapping[str, Any]) -> bytes:
-    """Encode one row of a plan's story."""
-    return _compress(json.dumps(row).encode())
+    """Encode one row of a plan's story; the rows one after another are the story."""
+    return _compress(json.dumps(row).encode() + b"\n")
 
 
 @_reads
-def unpack_plan_record(record: bytes, maps: bytes, story: Sequence[bytes]) -> PlanRecord:
+def unpack_plan_record(record: bytes, maps: bytes, story: bytes) -> PlanRecord:
     """Decode a plan record from its parts.
 
     Raises:
         Unreadable: a part is no such part, or the parts do not fit each other.
     """
-    values = dict(_RECORD.model_validate(unpack_object(_decompress(record))))
+    form = unpack_object(_decompress(record))
+    values = dict(_RECORD.model_validate(form))
     large = pb.PlanMaps.FromString(_decompress(maps))
     plan = Plan(
         **dict(values.pop("plan")),
@@ -272,7 +273,10 @@ def unpack_plan_record(record: bytes, maps: bytes, story: Sequence[bytes]) -> Pl
         waves=tuple(map(decode_wave, large.waves)),
     )
     del values["version"]
-    rows = tuple(unpack_object(_decompress(row), _STORY_ROW) for row in story)
+    with zstandard.ZstdDecompressor().stream_reader(story, read_across_frames=True) as frames:
+        rows = tuple(unpack_object(row, _STORY_ROW) for row in frames.readall().splitlines())
+    if len(rows) != form["num_rows"]:
+        raise Unreadable(f"its story has {len(rows)} of {form['num_rows']} rows")
     return PlanRecord(plan=plan, story=rows, **values)
 
 
@@ -300,7 +304,7 @@ def _stored_model(values: type, *omitted: str, **added: Any) -> type[BaseModel]:
 
 _CONFIG = ConfigDict(from_attributes=True, ser_json_inf_nan="constants")
 _PLAN = _stored_model(Plan, "base", "target", "waves")
-_RECORD = _stored_model(PlanRecord, "story", plan=(_PLAN, ...), version=(Literal[7], 7))
+_RECORD = _stored_model(PlanRecord, "story", plan=(_PLAN, ...), version=(Literal[8], 8))
 _STORY_ROW = create_model("StoredStoryRow", __config__=_CONFIG, event=(str, ...))
 DECISION = create_model(
     "StoredDecision",

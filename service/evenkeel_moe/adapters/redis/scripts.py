@@ -98,38 +98,24 @@ for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[#ARGV]) end
 return 0
 """
 
-# The field of a row of a plan's story is its number and the plan's id; another one has the number
-# of rows. A damaged number must not stop the store: no more rows than there are fields.
-_ROWS_OF = """
-local function rows_of(id, story)
-  local said = tonumber(redis.call('HGET', story, 'rows ' .. id) or '0') or 0
-  return math.min(said, redis.call('HLEN', story))
-end
-"""
-
-# KEYS from 3: plans, maps, story rows, order, open. ARGV from 5: plan id, created at, record, plans
+# KEYS from 3: plans, maps, stories, order, open. ARGV from 5: plan id, created at, record, plans
 # kept, 1 if the plan has not ended, prefix of the record names of plans, maps or nothing if the
-# store has them, number of the first row that follows, rows; the last one is the record age in ms.
-# Answers -1, and writes nothing, if maps or rows are missing that the writer takes as stored.
+# store has them, bytes of the stored story that stay, bytes that follow them; the last one is the
+# record age in ms.
+# Answers -1, and writes nothing, if maps or bytes are missing that the writer takes as stored.
 # Plans that have not ended are not dropped. At most 1000 plans are dropped at a time, so that no
 # number of them stops the store.
 STORE_PLAN = (
-    _ROWS_OF
-    + _FENCE
+    _FENCE
     + """
-local id, first, count = ARGV[5], tonumber(ARGV[12]), ARGV[12] + #ARGV - 13
-local before = rows_of(id, KEYS[5])
+local id, stays = ARGV[5], tonumber(ARGV[12])
+local story = redis.call('HGET', KEYS[5], id) or ''
 if ARGV[11] ~= '' then
   redis.call('HSET', KEYS[4], id, ARGV[11])
-elseif redis.call('HEXISTS', KEYS[4], id) == 0 or before < first
-  or (first > 0 and redis.call('HEXISTS', KEYS[5], first - 1 .. ' ' .. id) == 0) then
+elseif redis.call('HEXISTS', KEYS[4], id) == 0 or #story < stays then
   return -1
 end
-for row = first, count - 1 do
-  redis.call('HSET', KEYS[5], row .. ' ' .. id, ARGV[13 + row - first])
-end
-for row = count, before - 1 do redis.call('HDEL', KEYS[5], row .. ' ' .. id) end
-redis.call('HSET', KEYS[5], 'rows ' .. id, count)
+redis.call('HSET', KEYS[5], id, string.sub(story, 1, stays) .. ARGV[13])
 redis.call('HSET', KEYS[3], id, ARGV[7])
 redis.call('ZADD', KEYS[6], ARGV[6], id)
 if ARGV[9] == '1' then
@@ -143,12 +129,7 @@ if excess > 0 then
   for _, old in ipairs(oldest) do
     if excess > 0 and redis.call('HEXISTS', KEYS[7], old) == 0 then
       excess = excess - 1
-      for row = 0, rows_of(old, KEYS[5]) - 1 do
-        redis.call('HDEL', KEYS[5], row .. ' ' .. old)
-      end
-      redis.call('HDEL', KEYS[5], 'rows ' .. old)
-      redis.call('HDEL', KEYS[3], old)
-      redis.call('HDEL', KEYS[4], old)
+      for part = 3, 5 do redis.call('HDEL', KEYS[part], old) end
       redis.call('ZREM', KEYS[6], old)
       redis.call('HDEL', KEYS[2], ARGV[10] .. old)
     end
@@ -221,20 +202,13 @@ redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1
 """
 
-# KEYS: plans, maps, story rows. ARGV: plan ids. Answers record, maps and the list of rows of each.
-# What is missing is nil.
-READ_PLANS = (
-    _ROWS_OF
-    + """
+# KEYS: plans, maps, stories. ARGV: plan ids. Answers record, maps and story of each. What is
+# missing is nil.
+READ_PLANS = """
 local found = {}
 for i, id in ipairs(ARGV) do
-  local rows = {}
-  if redis.call('HEXISTS', KEYS[3], 'rows ' .. id) == 0 then rows[1] = false end
-  for row = 1, rows_of(id, KEYS[3]) do
-    rows[row] = redis.call('HGET', KEYS[3], row - 1 .. ' ' .. id)
-  end
-  found[i] = {redis.call('HGET', KEYS[1], id), redis.call('HGET', KEYS[2], id), rows}
+  found[i] = {}
+  for part, key in ipairs(KEYS) do found[i][part] = redis.call('HGET', key, id) end
 end
 return found
 """
-)

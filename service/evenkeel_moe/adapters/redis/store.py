@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 from evenkeel_moe.adapters.redis import scripts
@@ -39,7 +39,7 @@ from evenkeel_moe.ports.stores import Lease
 
 _PLAN = "plan:"
 _PLAN_PARTS = ("plans", "plan_maps", "plan_story")
-"""The keys of plan records, of their maps and waves, and of the rows of their stories."""
+"""The keys of plan records, of their maps and waves, and of their stories."""
 _MAX_DIGITS = 18
 """Digits of an epoch: less than 2**63."""
 _WRITTEN_BY_EACH_LEADER = ("leader", "shape")
@@ -86,9 +86,9 @@ class RedisDeploymentStore(RedisLeases):
         self._wait_replicas = wait_replicas
         self._writer, self._numbers = secrets.token_hex(8), count(1)
         self._wait_s = wait_s
-        self._last_plans: dict[DeploymentId, PlanRecord] = {}
+        self._last_plans: dict[DeploymentId, tuple[PlanRecord, list[int]]] = {}
         """The plan record of each deployment that this object wrote last, as far as it is known to
-        be stored; none while one is written."""
+        be stored, and where the rows of its story begin there; none while one is written."""
 
     async def store_plan(self, record: PlanRecord, term: int) -> None:
         """Write a plan record: its maps and waves once, and the rows of its story that are new.
@@ -96,34 +96,44 @@ class RedisDeploymentStore(RedisLeases):
         Maps and waves never change and may be large; a wave changes two or three rows.
         """
         plan = record.plan
-        last = self._last_plans.pop(plan.deployment, None)
-        if not (
-            last is not None
-            and last.plan is plan
-            and await self._write_plan(record, term, b"", _same_rows(last, record))
-        ):
+        last, begins = self._last_plans.pop(plan.deployment, (None, [0]))
+        known = None
+        if last is not None and last.plan is plan:
+            begins = begins[: _same_rows(last, record) + 1]
+            known = await self._write_plan(record, term, b"", begins)
+        if known is None:
             maps = await asyncio.to_thread(pack_plan_maps, plan)
-            await self._write_plan(record, term, maps, 0)
-        if not record.phase.terminal:
-            self._last_plans[plan.deployment] = record
+            known = await self._write_plan(record, term, maps, [0])
+        if known is not None and not record.phase.terminal:
+            self._last_plans[plan.deployment] = record, known
 
-    async def _write_plan(self, record: PlanRecord, term: int, maps: bytes, first: int) -> bool:
-        """Write a plan record with its story from row `first` on, and its maps if given.
+    async def _write_plan(
+        self, record: PlanRecord, term: int, maps: bytes, begins: list[int]
+    ) -> list[int] | None:
+        """Write a plan record with the end of its story, and its maps if given.
+
+        Args:
+            record: of the plan.
+            term: of the writer's lease.
+            maps: of the plan; empty if the store has them.
+            begins: where each row begins in the stored story, up to the first row to write.
 
         Returns:
-            False if the store lacks maps or rows that it should have; nothing was written.
+            The same for all rows and their end; None if the store lacks maps or rows that it should
+            have, and nothing was written.
         """
         plan, still_open = record.plan, int(not record.phase.terminal)
-        return await self._write(
+        rows = [*map(pack_story_row, record.story[len(begins) - 1 :])]
+        written = await self._write(
             plan.deployment,
             (*_PLAN_PARTS, "plan_order", "plans_open"),
             scripts.STORE_PLAN,
             term,
             _PLAN + plan.plan_id,
             *(plan.plan_id, repr(plan.created_at), pack_plan_record(record)),
-            *(self.plans_kept, still_open, _PLAN, maps, first),
-            *map(pack_story_row, record.story[first:]),
+            *(self.plans_kept, still_open, _PLAN, maps, begins[-1], b"".join(rows)),
         )
+        return [*begins[:-1], *accumulate(map(len, rows), initial=begins[-1])] if written else None
 
     async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
         """Give the lease up if it is still ours."""
@@ -338,12 +348,12 @@ def _same_rows(one: PlanRecord, other: PlanRecord) -> int:
 
 def _plan_of(
     deployment: DeploymentId,
-    stored: tuple[PlanId, bytes, bytes | None, Sequence[bytes | None]],
+    stored: tuple[PlanId, bytes, bytes | None, bytes | None],
 ) -> PlanRecord:
     plan_id, small, maps, story = stored
-    if maps is None or None in story:
-        raise Unreadable("its maps or a row of its story are missing")
-    record = unpack_plan_record(small, maps, [row for row in story if row is not None])
+    if maps is None or story is None:
+        raise Unreadable("its maps or its story are missing")
+    record = unpack_plan_record(small, maps, story)
     plan = record.plan
     if (plan.deployment, plan.plan_id) != (deployment, plan_id):
         raise Unreadable(f"it is plan {plan.plan_id:.80} of {plan.deployment:.80}")
