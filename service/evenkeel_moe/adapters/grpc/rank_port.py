@@ -10,7 +10,8 @@ import grpc
 import structlog
 
 from evenkeel_moe.adapters.addresses import chosen_by, host_port
-from evenkeel_moe.adapters.grpc.server_tls import ClientAuthorities, renewed_credentials
+from evenkeel_moe.adapters.grpc.server_tls import client_authorities, renewed_credentials
+from evenkeel_moe.adapters.watched_files import WatchedFiles
 from evenkeel_moe.errors import InvalidInput
 from evenkeel_moe.peer_budget import DELIVERED_LIMITS, PeerLimits
 
@@ -68,7 +69,9 @@ class RankPort:
     def __init__(self, options: ServerOptions, add_services: Callable[[Any], None]) -> None:
         self._options, self._add_services = options, add_services
         self._server: Any = None
-        self._authorities: ClientAuthorities | None = None
+        self._authorities: WatchedFiles[frozenset[bytes]] | None = None
+        self._trusted: frozenset[bytes] = frozenset()
+        """The CAs of clients at the last look."""
         self._watching: asyncio.Task[None] | None = None
         self.number = options.port
 
@@ -92,7 +95,8 @@ class RankPort:
                 self.number = server.add_insecure_port(address)
             else:
                 if client_ca is not None:
-                    self._authorities = ClientAuthorities(client_ca)
+                    self._authorities = client_authorities(client_ca)
+                    self._trusted = self._authorities.first()
                 credentials = renewed_credentials(cert, key, client_ca)
                 self.number = server.add_secure_port(address, credentials)
         except OSError as error:
@@ -125,7 +129,11 @@ class RankPort:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             assert self._authorities is not None
-            if await asyncio.to_thread(self._authorities.have_lost_one):
+            fresh = await asyncio.to_thread(self._authorities.changed)
+            if fresh is None:  # An unusable file changes nothing.
+                continue
+            before, self._trusted = self._trusted, fresh
+            if before - fresh:
                 _log.warning("client_ca_removed", file=str(self._options.tls_client_ca_file))
                 await self._close_connections()
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
@@ -243,16 +242,16 @@ class GrpcServer:
             try:
                 _check_size(data, most)
                 stream.message_bytes = len(data)
-                _deliver(await self._decode(data, hello, stream), attached)
+                attached.received(await self._decode(data, hello, stream))
+            except _BadReport as report:
+                attached.malformed(report, report.steps)
             except PeerViolation as violation:
                 refused("rank_violation", stream.peer, stream=stream.number, detail=str(violation))
                 return
             del data
             await stream.waiting.room()
 
-    async def _decode(
-        self, data: bytes, hello: Hello, stream: RankStream
-    ) -> "FromRankLink | _BadReport":
+    async def _decode(self, data: bytes, hello: Hello, stream: RankStream) -> FromRankLink:
         if len(data) <= _LARGE_BYTES:
             return _decode(data, hello)
         assert stream.place is not None
@@ -283,19 +282,19 @@ def _check_size(data: bytes, most: int) -> None:
         raise PeerViolation(detail, Reason.LIMIT_EXCEEDED)
 
 
-@dataclass(frozen=True, slots=True)
-class _BadReport:
-    """A load report that cannot be right."""
+class _BadReport(PeerViolation):
+    """A load report that cannot be right; it does not end the stream."""
 
-    violation: PeerViolation
-    steps: tuple[int, ...]
+    def __init__(self, violation: PeerViolation, steps: tuple[int, ...]) -> None:
+        super().__init__(str(violation), violation.reason)
+        self.steps = steps
 
 
-def _decode(data: bytes, hello: Hello) -> FromRankLink | _BadReport:
+def _decode(data: bytes, hello: Hello) -> FromRankLink:
     """Decode one message; may run on any thread.
 
     Raises:
-        PeerViolation: the message is invalid and no load report; it ends the stream.
+        PeerViolation: the message is invalid.
     """
     wire = _parse(data)
     try:
@@ -303,17 +302,10 @@ def _decode(data: bytes, hello: Hello) -> FromRankLink | _BadReport:
     except PeerViolation as violation:
         if wire.WhichOneof("body") != "load_report":
             raise
-        return _BadReport(violation, tuple(reported_steps(wire.load_report)))
+        raise _BadReport(violation, tuple(reported_steps(wire.load_report))) from None
     if isinstance(message, RankState) and message.placement is not None:
         _ = message.placement.digest  # Computed here, because it reads the whole map.
     return message
-
-
-def _deliver(message: FromRankLink | _BadReport, attached: Attached) -> None:
-    if isinstance(message, _BadReport):
-        attached.malformed(message.violation, message.steps)
-    else:
-        attached.received(message)
 
 
 def _is_hang_up(error: Exception) -> bool:

@@ -99,7 +99,7 @@ def renewed_credentials(
 ) -> grpc.ServerCredentials:
     """Return the credentials of a server; each handshake reads the files again if they changed.
 
-    Open streams keep their certificate; `ClientAuthorities` tells when they must not. If the files
+    Open streams keep their certificate; `client_authorities` tells when they must not. If the files
     are unusable, for instance while a pair is being replaced, the current certificate stays in use.
     That is logged once per state of the files.
 
@@ -126,30 +126,15 @@ def renewed_credentials(
     )
 
 
-class ClientAuthorities:
-    """The CAs that clients may have their certificates from, as their file has them.
+def client_authorities(file: Path) -> WatchedFiles[frozenset[bytes]]:
+    """Return the CAs that clients may have their certificates from, as their file (PEM) has them.
 
-    Args:
-        file: their certificates (PEM).
-
-    Raises:
-        OSError: it cannot be read, or holds no certificate.
+    To read it raises OSError if it cannot be read, or holds no certificate.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._files = WatchedFiles("certificate", [file], self._read)
-        self._known = self._files.first()
-
-    def have_lost_one(self) -> bool:
-        """Return True if a CA has gone since the last call. An unusable file changes nothing."""
-        fresh = self._files.changed()
-        if fresh is None:
-            return False
-        before, self._known = self._known, fresh
-        return bool(before - fresh)
-
-    def _read(self) -> frozenset[bytes]:
+    def read() -> frozenset[bytes]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_verify_locations(self._file)
+        context.load_verify_locations(file)
         return frozenset(context.get_ca_certs(binary_form=True))
+
+    return WatchedFiles("certificate", [file], read)
