@@ -96,7 +96,6 @@ async def test_each_limit_stops_the_streams_that_it_concerns(limits, full):
     assert not waiting.done()
     for _, processed in held:
         processed()
-        processed()
     await waiting
     assert whole.held == 0
 

@@ -45,7 +45,7 @@ async def test_a_cycle_does_not_wait_while_the_planner_compiles_its_kernels(
     await until(lambda: len(decided) == 2)
     reasons = Reason.PLANNER_STARTING, Reason.PLAN_IN_PROGRESS
     assert decided == [ctl.CycleDecided(7, reason) for reason in reasons]
-    assert not planner.shared.planner.warm, "it answered before the kernels were compiled"
+    assert not planner.shared.planner.begin(), "it answered before the kernels were compiled"
 
 
 async def test_a_cycle_tells_the_time_balance_also_while_a_plan_runs_or_waits(monkeypatch):

@@ -340,22 +340,16 @@ class GrpcRankLink:
                 return self._refused(address, message)
             listener.received(stream, message)
             await asyncio.sleep(min(_MAX_REST_S, _REST * (time.thread_time() - used)))
-            wire = await self._read_within(call, registration.lease_s)
+            # A controller sends a message at least every half lease. After a silent lease it is
+            # paused or out of reach, whatever the state of the connection, and another may lead.
+            async with asyncio.timeout(registration.lease_s):
+                wire = await call.read()
             used = time.thread_time()
             message = _decoded(wire)
         self._refused(address, None)
         # A controller that ends every stream at once is tried more and more rarely.
         lasted_s = loop.time() - began
         return self._timing.backoff_min_s if lasted_s >= self._timing.backoff_max_s else None
-
-    async def _read_within(self, call: Any, lease_s: float) -> Any:
-        """Return the next message as gRPC gives it, which must arrive within a lease.
-
-        A controller sends a message at least every half lease. After a silent lease it is paused or
-        out of reach, whatever the state of the connection, and another may lead by now.
-        """
-        async with asyncio.timeout(lease_s):
-            return await call.read()
 
     async def _beat(self, interval_s: float, listener: LinkListener) -> None:
         """Send heartbeats, and skip some while other messages show that the rank is alive.

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from evenkeel_moe.adapters.addresses import host_of
 from evenkeel_moe.peer_budget import DELIVERED_LIMITS, Share, refused
@@ -80,15 +81,9 @@ class RankStream:
         self.close()
 
     def hold(self) -> Callable[[], None]:
-        """Count the message that is being delivered as waiting; return the call that ends it."""
-        left = [self.message_bytes]
-        self.waiting.add(left[0])
-
-        def processed() -> None:
-            self.waiting.add(-left[0])
-            left[0] = 0
-
-        return processed
+        """Count the message that is being delivered as waiting; return what ends it, once."""
+        self.waiting.add(self.message_bytes)
+        return partial(self.waiting.add, -self.message_bytes)
 
     async def next(self) -> ToRankLink | None:
         """Wait for the next message to write; None at the end."""

@@ -134,16 +134,16 @@ class RedisLeases(RedisRecords):
 
     async def release_lease(self, deployment: DeploymentId, lease: Lease) -> None:
         """Give the lease up if it is still ours."""
-        self._listed_at.pop(deployment, None)
-        key = self._key(deployment, "lease")
-        with self._call("lease", "releasing a lease"):
-            values = (lease.holder, lease.term)
-            await self._eval(scripts.RELEASE, [key], *values, client=self._leases)
+        await self._release(deployment, lease)
 
     async def drop_lease(self, deployment: DeploymentId, lease: Lease) -> None:
         """Delete a lease that is not lasting, if it is still ours, and all written under it."""
-        keys = [self._key(deployment, name) for name in ("lease", *_UNDER_A_LEASE)]
-        with self._call("lease", "dropping a lease"):
+        await self._release(deployment, lease, *_UNDER_A_LEASE)
+
+    async def _release(self, deployment: DeploymentId, lease: Lease, *records: str) -> None:
+        self._listed_at.pop(deployment, None)
+        keys = [self._key(deployment, name) for name in ("lease", *records)]
+        with self._call("lease", "releasing a lease"):
             values = (lease.holder, lease.term)
             await self._eval(scripts.RELEASE, keys, *values, client=self._leases)
 
