@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 import pytest
+from redis.asyncio.connection import Connection, SSLConnection
 from redis.exceptions import ConnectionError
 
 from evenkeel_moe.adapters.redis.client import SentinelLogin, connect, disconnect, store_errors
@@ -105,6 +106,7 @@ def test_options_that_would_be_ignored_are_refused(url, words):
         ("redis://h:1/main", "database 'main' is no number"),
         ("redis+cluster://h:1/main", "database 'main' is no number"),
         ("redis+cluster://h:1/3", "'db' must be 0"),
+        ("rediss+cluster://h:1?ssl_ca_path=/ca", "ssl_ca_path"),
     ],
 )
 def test_options_that_redis_would_refuse_later_stop_the_start(url, words):
@@ -144,6 +146,11 @@ def test_a_separate_password_overrides_the_one_in_the_url(scheme):
     sentinel: Any = connect("redis+sentinel://me:old@h1:1/main", timeout_s=1, password="new")
     options = sentinel.connection_pool.connection_kwargs
     assert (options["username"], options["password"]) == ("me", "new")
+    cluster: Any = connect(f"{scheme}+cluster://me:old@h1:1", timeout_s=1, password="new")
+    (node,) = cluster.nodes_manager.startup_nodes.values()
+    for options in (cluster.connection_kwargs, node.connection_kwargs):
+        assert (options["username"], options["password"]) == ("me", "new")
+    assert node.connection_class is (SSLConnection if scheme == "rediss" else Connection)
     for rest in (":old@127.0.0.1:7001", "127.0.0.1:7001?password=old&db=3"):
         alone: Any = connect(f"{scheme}://{rest}", timeout_s=1, password="new")
         assert alone.connection_pool.connection_kwargs["password"] == "new"

@@ -1,7 +1,6 @@
 """Connections to Redis or Valkey: URLs, credentials, and the conversion of errors."""
 
 import asyncio
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster, Sentinel
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.backoff import NoBackoff
@@ -82,27 +82,28 @@ def connect(
         "retry": Retry(NoBackoff(), 1),
     }
     waiting: dict[str, Any] = {"max_connections": connections, "timeout": None}
+    given = {} if password is None else {"password": password}
     scheme = url.partition("://")[0] if "://" in url else ""
     try:
-        if password is not None:
-            options["password"] = password
-            url = _without_password(url)  # redis-py would prefer the one in the URL
         if scheme in ("redis", "rediss", "unix"):
             _check_options(url)
             # The address of a server that answers READONLY belongs to another primary: connect
             # again. The clients of Sentinel and Cluster do this themselves.
             options["retry_on_error"] = [ReadOnlyError]
             pool = BlockingConnectionPool.from_url(url, **waiting, **options)
+            pool.connection_kwargs |= given  # redis-py would prefer the one in the URL.
             # It refuses the values of options now, not when it connects.
             pool.connection_class(**pool.connection_kwargs)
             return Redis.from_pool(pool)
         if scheme in ("redis+cluster", "rediss+cluster"):
             _check_options(url)
-            options["max_connections"] = sys.maxsize
-            return RedisCluster.from_url(url.replace("+cluster", "", 1), **options)
+            options |= {"max_connections": sys.maxsize, "ssl": scheme == "rediss+cluster"}
+            options |= parse_url(url.replace("+cluster", "", 1)) | given
+            options.pop("connection_class", None)
+            return RedisCluster(**options)
         if scheme in ("redis+sentinel", "rediss+sentinel"):
-            return _sentinel(url, options, waiting, sentinel or SentinelLogin())
-    except (ValueError, *_ERRORS) as error:
+            return _sentinel(url, options | given, waiting, sentinel or SentinelLogin())
+    except (TypeError, ValueError, *_ERRORS) as error:
         raise InvalidInput(f"{scheme}:// URL cannot be used: {error}") from None
     raise InvalidInput(
         f"store URL has scheme {scheme!r}; known are redis, rediss, unix, redis+sentinel,"
@@ -129,16 +130,6 @@ def _check_options(url: str) -> None:
 def _require_known(query: Mapping[str, str], known: Sequence[str]) -> None:
     if unknown := sorted(set(query) - set(known)):
         raise ValueError(f"unknown options {', '.join(unknown)}; known are {', '.join(known)}")
-
-
-def _without_password(url: str) -> str:
-    """Return the URL without its password; a user stays."""
-    parts = urlsplit(url)
-    credentials, at, hosts = parts.netloc.rpartition("@")
-    user = credentials.partition(":")[0]
-    # Not `geturl`: it leaves out the // of a URL without a host, as unix:// has none.
-    url = url.replace(f"//{parts.netloc}", f"//{user}{at}{hosts}" if user else f"//{hosts}", 1)
-    return re.sub("(?<=[?&])password=[^&]*", "", url)
 
 
 def _sentinel(
