@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import json
-import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +24,6 @@ from tests.contracts.conftest import bounded
 from tests.contracts.test_stores import (
     BASE,
     DEMO,
-    assert_same,
     every_plan,
     fetch,
     make_decision,
@@ -34,37 +31,6 @@ from tests.contracts.test_stores import (
     make_window,
 )
 from tests.waiting import until
-
-
-async def test_unreadable_values_are_skipped(client, store, windows):
-    await store.store_plan(make_record("good"), 1)
-    await store.store_plan(make_record("bad"), 1)
-    await store.store_epoch(DEMO, Epoch(1), BASE, 1)
-    await client.hset("evenkeel:{demo}:plans", "bad", b"\0noise")
-    await client.hset("evenkeel:{demo}:epochs", "2", b"noise")
-    await client.hset("evenkeel:{demo}:documents", "policy", b"[1")
-    await client.xadd("evenkeel:{demo}:decisions", {"d": b"noise"})
-    await store.append_decision(DEMO, make_decision(1))
-    await windows.append(DEMO, Phase.DECODE, make_window(range(3)))
-    await client.xadd("evenkeel:{demo}:window:decode", {"n": 1, "d": b"noise"})
-    await client.set("evenkeel:{demo}:window_source:decode", b"noise")
-    assert [record.plan.plan_id for record in await every_plan(store)] == ["good"]
-    assert list(await store.fetch_epochs(DEMO)) == [1]
-    assert await store.fetch_document(DEMO, "policy") is None
-    assert await store.fetch_decisions(DEMO, 10) == [make_decision(1)]
-    found = await fetch(windows)
-    assert found is not None
-    assert_same(found, make_window(range(3)))
-
-
-async def test_decisions_without_a_time_or_a_reason_are_set_aside(client, store, noted):
-    sound = make_decision(1)
-    for flaw in ({"at": 10**400}, {"at": math.nan}, {"at": None}, {"reason": 7}, {"reason": None}):
-        await client.xadd("evenkeel:{demo}:decisions", {"d": json.dumps(sound | flaw)})
-    await client.xadd("evenkeel:{demo}:decisions", {"d": b'{"reason": "no_change"}'})
-    await store.append_decision(DEMO, sound)
-    assert await store.fetch_decisions(DEMO, 10) == [sound]
-    assert len(noted) == 6
 
 
 async def test_every_key_runs_out_from_its_first_write_on(client):

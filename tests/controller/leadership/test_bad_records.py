@@ -195,6 +195,8 @@ DECISIONS = [
             {"at": 10**400},
             {"at": math.nan},
             {"at": "1.0"},
+            {"at": None},
+            {"at": 1.0, "reason": None},
             {"at": 1.0, "reason": 7},
             {"at": 1.0, "numbers": {"window_steps": "7"}},
         )
@@ -344,13 +346,6 @@ async def test_chunks_and_sums_that_cannot_be_read_are_named(client):
     found = await fetch(windows, DEMO)
     assert found is not None and found.steps.tolist() == [0, 1, 2]
     assert len(health._unreadable) == 4
-
-
-async def test_lease_that_cannot_be_read_is_nobodys(client, store):
-    for holder, term in ((b"\xff", b"5"), (b"a", b"soon")):
-        await client.hset(PREFIX + "lease", mapping={"holder": holder, "term": term})
-        assert await store.fetch_lease(DEMO) is None
-        assert (await store.acquire_lease(DEMO, "b", 9.0, 0)).term >= 0
 
 
 async def test_deployment_whose_freeze_cannot_be_read_is_held(client, store, windows):
