@@ -161,13 +161,6 @@ def test_a_plan_of_a_very_large_model_is_read():
     assert unpack_placement(pack_placement(large)) == large
 
 
-def test_the_story_keeps_what_each_rank_took_for_a_wave():
-    took = {"rank": 0, "voted_s": 0.25, "swapped_s": None, "stall_s": 0.01}
-    row = {"at": 2.0, "event": "wave_started", "num_ranks": 1, "ranks": [took]}
-    record = replace(make_record(), story=(row,))
-    assert unpack(record).story == (row,)
-
-
 # --- plan parts -----------------------------------------------------------------------------------
 
 
