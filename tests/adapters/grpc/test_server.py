@@ -9,7 +9,7 @@ import grpc
 import pytest
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from evenkeel_moe.adapters.grpc import encoder
 from evenkeel_moe.adapters.grpc.rank_link import GrpcRankLink, LinkTiming
@@ -377,16 +377,24 @@ async def test_a_flood_that_is_not_processed_stops_its_own_stream_alone(serve):
         call.cancel()
 
 
+CHECK = "/grpc.health.v1.Health/Check"
+REFLECT = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
+
+
+@pytest.mark.fault(
+    "a stranger at a controller with reflection", "it held as many streams as it wanted, for ever"
+)
 @pytest.mark.integration
-async def test_calls_of_check_without_a_request_are_ended(serve):
-    server, _ = await serve(waiting_streams=20, first_message_s=3600.0)
+@pytest.mark.parametrize("method", [CHECK, REFLECT])
+async def test_calls_of_strangers_that_ask_nothing_are_ended(serve, method):
+    server, _ = await serve(waiting_streams=20, first_message_s=3600.0, reflection=True)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        check = channel.stream_unary("/grpc.health.v1.Health/Check")
-        calls = [check() for _ in range(100)]
+        calls = [channel.stream_stream(method)() for _ in range(100)]
         # Twenty may wait; the others are ended although no request is overdue.
         await until(lambda: sum(call.done() for call in calls) == 80)
         codes = {await call.code() for call in calls if call.done()}
         assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        assert "evenkeel.v1.RankLink" in await asyncio.wait_for(services(channel), deadline(30))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             unparsed: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
             await unparsed(b"\xff\xff", timeout=deadline(30))
@@ -398,10 +406,11 @@ async def test_calls_of_check_without_a_request_are_ended(serve):
 
 
 @pytest.mark.integration
-async def test_a_call_of_check_whose_request_is_overdue_is_ended(serve):
-    server, _ = await serve(first_message_s=0.2)
+@pytest.mark.parametrize("method", [CHECK, REFLECT])
+async def test_a_call_of_a_stranger_whose_request_is_overdue_is_ended(serve, method):
+    server, _ = await serve(first_message_s=0.2, reflection=True)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        call = channel.stream_unary("/grpc.health.v1.Health/Check")()
+        call = channel.stream_stream(method)()
         code = await asyncio.wait_for(call.code(), deadline(30))
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
 

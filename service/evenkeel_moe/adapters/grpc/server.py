@@ -9,11 +9,15 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from structlog.contextvars import bound_contextvars
 
+from evenkeel_moe.adapters.grpc.brief_calls import (
+    BriefCalls,
+    HealthService,
+    ReflectionService,
+)
 from evenkeel_moe.adapters.grpc.encoder import Encoder
-from evenkeel_moe.adapters.grpc.health_service import HealthService
 from evenkeel_moe.adapters.grpc.rank_port import RankPort, ServerOptions
 from evenkeel_moe.adapters.grpc.rank_stream import RankStream
 from evenkeel_moe.adapters.grpc.server_tls import check_identity
@@ -83,7 +87,8 @@ class GrpcServer:
         self._decoding = asyncio.Lock()
         """One large message at a time: protobuf holds the interpreter's lock, so two would take
         hardly less time, and the event loop would wait twice as long for its turn."""
-        self._health = HealthService(self._waiting, limits.first_message_s)
+        self._brief_calls = BriefCalls(self._waiting, limits.first_message_s)
+        self._health = HealthService(self._brief_calls)
 
     def bind(self) -> None:
         """Bind the port.
@@ -110,7 +115,8 @@ class GrpcServer:
         self._health.add_to(server)
         if self._options.reflection:
             names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, server)
+            service = ReflectionService(names, self._brief_calls)
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(service, server)
 
     @property
     def open_streams(self) -> int:

@@ -1,20 +1,23 @@
-"""grpc.health.v1 without calls that stay open: each takes a place among the streams that wait."""
+"""Health and reflection, without calls that stay open."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection
 
 from evenkeel_moe.adapters.addresses import host_of
 from evenkeel_moe.peer_budget import Place, Places
 
 
 @dataclass(eq=False, slots=True)
-class _HealthCheck:
-    """A call whose request has not arrived."""
+class _BriefCall:
+    """A call that is to end soon."""
 
     host: str
     limit: asyncio.Timeout
@@ -26,6 +29,51 @@ class _HealthCheck:
             self.limit.reschedule(0.0)
 
 
+class BriefCalls:
+    """Calls of other services than the ranks': each takes a place among the streams that wait.
+
+    Args:
+        waiting: the streams of the server whose first message has not arrived.
+        within_s: time for a call.
+    """
+
+    def __init__(self, waiting: Places[Place], within_s: float) -> None:
+        self._waiting, self._within_s = waiting, within_s
+
+    @contextlib.asynccontextmanager
+    async def one(self, context: Any) -> AsyncIterator[None]:
+        """Hold the place of a call; end it with DEADLINE_EXCEEDED if it must give way."""
+        limit = asyncio.timeout(self._within_s)
+        call = _BriefCall(host_of(context.peer()), limit)
+        try:
+            async with limit:
+                self._waiting.add(call)
+                yield
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request came")
+        finally:
+            self._waiting.remove(call)
+
+
+class ReflectionService(reflection.aio.ReflectionServicer):  # type: ignore[misc]
+    """Describes services, in calls that do not stay open.
+
+    Args:
+        names: of the services.
+        calls: that take places.
+    """
+
+    def __init__(self, names: Sequence[str], calls: BriefCalls) -> None:
+        super().__init__(names)
+        self._calls = calls
+
+    async def ServerReflectionInfo(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        """Answer the requests of one call."""
+        async with self._calls.one(context):
+            async for answer in super().ServerReflectionInfo(requests, context):
+                yield answer
+
+
 class HealthService:
     """Answers `Check`. `Watch` is not served: its streams would count as no rank's.
 
@@ -34,12 +82,11 @@ class HealthService:
     apart.
 
     Args:
-        waiting: the streams of the server whose first message has not arrived.
-        within_s: time for a request.
+        calls: that take places.
     """
 
-    def __init__(self, waiting: Places[Place], within_s: float) -> None:
-        self._waiting, self._within_s = waiting, within_s
+    def __init__(self, calls: BriefCalls) -> None:
+        self._calls = calls
         self._known = health.aio.HealthServicer()
 
     def add_to(self, server: Any) -> None:
@@ -64,16 +111,8 @@ class HealthService:
         await self._known.enter_graceful_shutdown()
 
     async def _check(self, _requests: Any, context: Any) -> None:
-        limit = asyncio.timeout(self._within_s)
-        call = _HealthCheck(host_of(context.peer()), limit)
-        try:
-            async with limit:
-                self._waiting.add(call)
-                request = await context.read()
-        except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request came")
-        finally:
-            self._waiting.remove(call)
+        async with self._calls.one(context):
+            request = await context.read()
         if request is grpc.aio.EOF:
             return
         try:
