@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,30 +29,29 @@ class _BriefCall:
             self.limit.reschedule(0.0)
 
 
-class BriefCalls:
-    """Calls of other services than the ranks': each takes a place among the streams that wait.
+@contextlib.asynccontextmanager
+async def brief_call(waiting: Places[Place], within_s: float, context: Any) -> AsyncIterator[None]:
+    """Give a call a place among the streams that wait; it ends if it gives way or takes too long.
 
     Args:
         waiting: the streams of the server whose first message has not arrived.
-        within_s: time for a call.
+        within_s: time for the call.
+        context: of the call.
     """
+    limit = asyncio.timeout(within_s)
+    call = _BriefCall(host_of(context.peer()), limit)
+    try:
+        async with limit:
+            waiting.add(call)
+            yield
+    except TimeoutError:
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request came")
+    finally:
+        waiting.remove(call)
 
-    def __init__(self, waiting: Places[Place], within_s: float) -> None:
-        self._waiting, self._within_s = waiting, within_s
 
-    @contextlib.asynccontextmanager
-    async def one(self, context: Any) -> AsyncIterator[None]:
-        """Hold the place of a call; end it with DEADLINE_EXCEEDED if it must give way."""
-        limit = asyncio.timeout(self._within_s)
-        call = _BriefCall(host_of(context.peer()), limit)
-        try:
-            async with limit:
-                self._waiting.add(call)
-                yield
-        except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request came")
-        finally:
-            self._waiting.remove(call)
+Brief = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
+"""`brief_call` of a server."""
 
 
 class ReflectionService(reflection.aio.ReflectionServicer):  # type: ignore[misc]
@@ -60,16 +59,16 @@ class ReflectionService(reflection.aio.ReflectionServicer):  # type: ignore[misc
 
     Args:
         names: of the services.
-        calls: that take places.
+        brief: gives each call its place.
     """
 
-    def __init__(self, names: Sequence[str], calls: BriefCalls) -> None:
+    def __init__(self, names: Sequence[str], brief: Brief) -> None:
         super().__init__(names)
-        self._calls = calls
+        self._brief = brief
 
     async def ServerReflectionInfo(self, requests: Any, context: Any) -> AsyncIterator[Any]:
         """Answer the requests of one call."""
-        async with self._calls.one(context):
+        async with self._brief(context):
             async for answer in super().ServerReflectionInfo(requests, context):
                 yield answer
 
@@ -82,11 +81,11 @@ class HealthService:
     apart.
 
     Args:
-        calls: that take places.
+        brief: gives each call its place.
     """
 
-    def __init__(self, calls: BriefCalls) -> None:
-        self._calls = calls
+    def __init__(self, brief: Brief) -> None:
+        self._brief = brief
         self._known = health.aio.HealthServicer()
 
     def add_to(self, server: Any) -> None:
@@ -111,7 +110,7 @@ class HealthService:
         await self._known.enter_graceful_shutdown()
 
     async def _check(self, _requests: Any, context: Any) -> None:
-        async with self._calls.one(context):
+        async with self._brief(context):
             request = await context.read()
         if request is grpc.aio.EOF:
             return

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -13,9 +14,9 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from structlog.contextvars import bound_contextvars
 
 from evenkeel_moe.adapters.grpc.brief_calls import (
-    BriefCalls,
     HealthService,
     ReflectionService,
+    brief_call,
 )
 from evenkeel_moe.adapters.grpc.encoder import Encoder
 from evenkeel_moe.adapters.grpc.rank_port import RankPort, ServerOptions
@@ -87,8 +88,8 @@ class GrpcServer:
         self._decoding = asyncio.Lock()
         """One large message at a time: protobuf holds the interpreter's lock, so two would take
         hardly less time, and the event loop would wait twice as long for its turn."""
-        self._brief_calls = BriefCalls(self._waiting, limits.first_message_s)
-        self._health = HealthService(self._brief_calls)
+        self._brief = partial(brief_call, self._waiting, limits.first_message_s)
+        self._health = HealthService(self._brief)
 
     def bind(self) -> None:
         """Bind the port.
@@ -115,7 +116,7 @@ class GrpcServer:
         self._health.add_to(server)
         if self._options.reflection:
             names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            service = ReflectionService(names, self._brief_calls)
+            service = ReflectionService(names, self._brief)
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(service, server)
 
     @property
