@@ -127,6 +127,8 @@ def test_the_newest_parts_are_the_newest_steps(lengths, after, most):
     found = newest_parts(parts, after, most)
     assert [step for part in found for step in part.steps.tolist()] == chosen
     assert all(len(part) for part in found)
+    whole = [part for part in parts if len(part) and {*part.steps.tolist()} <= {*chosen}]
+    assert all(any(part is one for one in found) for part in whole), "not made again"
 
 
 def test_ring_takes_a_burst_longer_than_itself():

@@ -159,8 +159,9 @@ class LoadWindow:
 
     def last(self, num_steps: int) -> "LoadWindow":
         """Return the newest `num_steps` steps, or all if there are fewer."""
-        cut = slice(max(0, len(self) - num_steps), None)
-        return self.slice(cut)
+        if num_steps >= len(self):
+            return self
+        return self.slice(slice(len(self) - num_steps, None))
 
     def slice(self, cut: slice | NDArray[np.bool_]) -> "LoadWindow":
         """Return the steps of a slice or mask. Source-side sums still cover the whole window."""

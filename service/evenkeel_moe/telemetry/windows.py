@@ -44,7 +44,7 @@ def newest_parts(
     """
     found: list[LoadWindow] = []
     for part in reversed(list(parts)):
-        part = part.slice(slice(int(np.searchsorted(part.steps, after, side="right")), None))
+        part = part.last(len(part) - int(np.searchsorted(part.steps, after, side="right")))
         if most is not None:
             part = part.last(most)
             most -= len(part)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +31,8 @@ class RankStream:
         """The streams of its address, of which it is one; None before its Hello is checked."""
         self.waiting = Share(DELIVERED_LIMITS.stream_bytes)
         """Bytes of its received messages that are not processed yet."""
+        self.reading_since = math.inf
+        """The loop's time since which the next message is waited for; infinite while none is."""
         self.message_bytes = 0
         """Size of the message that is being delivered."""
         self.certified = False

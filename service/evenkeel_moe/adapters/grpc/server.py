@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import math
 from functools import partial
 from typing import Any, Protocol
 
@@ -154,8 +155,7 @@ class GrpcServer:
         reader = asyncio.create_task(self._read(stream, context), name=f"{name}-reader")
         try:
             # The reader ends when the rank does. The writer may wait for a rank that reads nothing.
-            ends = (stream.ended, writer, reader)
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await self._wait_for_end(stream, (stream.ended, writer, reader))
             stream.close()
             await asyncio.wait((writer,), timeout=_FLUSH_WITHIN_S)
         finally:
@@ -170,6 +170,22 @@ class GrpcServer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FLUSH_WITHIN_S):
                     await _exhausted(context, stream.exhausted)
+
+    async def _wait_for_end(
+        self, stream: RankStream, ends: tuple[asyncio.Future[None], ...]
+    ) -> None:
+        """Wait for the first end, or until the rank has been silent for too long.
+
+        One timer for all messages: a timer for each would take as long as decoding it.
+        """
+        loop = asyncio.get_running_loop()
+        left_s = silent_s = self._limits.silent_s
+        while left_s > 0:
+            ended, _ = await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if ended:
+                return
+            left_s = min(silent_s, stream.reading_since + silent_s - loop.time())
+        _refuse(stream, "rank_silent", f"nothing was heard for {silent_s:g} s")
 
     async def _write(self, stream: RankStream, context: Any) -> None:
         while (message := await stream.next()) is not None:
@@ -235,12 +251,9 @@ class GrpcServer:
         most, per_s = most_message_bytes(hello.shape), limits.max_messages_per_s
         rate = Rate(per_s, per_s * limits.message_burst_s)
         while True:
-            try:
-                async with asyncio.timeout(limits.silent_s):
-                    data = await context.read()
-            except TimeoutError:
-                _refuse(stream, "rank_silent", f"nothing was heard for {limits.silent_s:g} s")
-                return
+            stream.reading_since = loop.time()
+            data = await context.read()
+            stream.reading_since = math.inf
             if data is grpc.aio.EOF:
                 return
             if rate.take(loop.time()):
@@ -249,7 +262,11 @@ class GrpcServer:
             try:
                 _check_size(data, most)
                 stream.message_bytes = len(data)
-                attached.received(await self._decode(data, hello, stream))
+                if len(data) > _LARGE_BYTES:
+                    message = await self._decode_in_thread(data, hello, stream)
+                else:
+                    message = _decode(data, hello)
+                attached.received(message)
             except _BadReport as report:
                 attached.malformed(report, report.steps)
             except PeerViolation as violation:
@@ -258,9 +275,9 @@ class GrpcServer:
             del data
             await stream.waiting.room()
 
-    async def _decode(self, data: bytes, hello: Hello, stream: RankStream) -> FromRankLink:
-        if len(data) <= _LARGE_BYTES:
-            return _decode(data, hello)
+    async def _decode_in_thread(
+        self, data: bytes, hello: Hello, stream: RankStream
+    ) -> FromRankLink:
         assert stream.place is not None
         async with stream.place.turn, self._decoding:
             return await asyncio.to_thread(_decode, data, hello)
