@@ -9,6 +9,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.topology import ModelShape
 from evenkeel_moe.planning.signals.live_findings import StepSums, check_live
 from evenkeel_moe.telemetry.load_check import LoadCheck
+from evenkeel_moe.telemetry.step_kernels import sum_counts
 from tests.planning.signals.test_live_findings import LOST
 from tests.planning.signals.test_load_findings import routed
 from tests.telemetry.reports import load_window
@@ -51,6 +52,14 @@ def test_step_by_step_it_finds_what_a_check_of_the_whole_window_does(seed):
         newest = counts[max(0, step - 19) : step + 1]
         sums = StepSums(newest.sum(axis=2), newest.any(axis=0))
         assert check.findings(PLACEMENT, 0) == check_live(sums, sums, PLACEMENT)
+
+
+def test_counts_of_32_bits_are_summed_over_experts_and_over_steps():
+    counts = np.random.default_rng(0).integers(0, 2**32, (5, 3, 7), np.uint32)
+    counts[0] = 2**32 - 1
+    by_step, by_expert = sum_counts(counts)
+    assert by_step.tolist() == counts.sum(axis=2, dtype=np.int64).tolist()
+    assert by_expert.tolist() == counts.sum(axis=0, dtype=np.int64).tolist()
 
 
 def test_every_step_counts_once_also_the_first_ones():

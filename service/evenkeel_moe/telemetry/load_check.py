@@ -9,6 +9,7 @@ from evenkeel_moe.model.load import MAX_STEP, LoadWindow, Phase
 from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.planning.signals.live_findings import StepSums, check_live
 from evenkeel_moe.planning.signals.load_findings import MOST_DEVIATION
+from evenkeel_moe.telemetry.step_kernels import sum_counts
 from evenkeel_moe.telemetry.windows import new_steps, steps_at_once
 
 
@@ -61,10 +62,10 @@ class LoadCheck:
         known = np.hstack([self._steps, np.stack([steps.steps, steps.epochs])])
         # Those of other phases may be newer.
         order = np.argsort(known[0], kind="stable")[-self._capacity :]
-        sums = steps.counts.sum(axis=2, dtype=np.int64)
+        sums, of_experts = sum_counts(steps.counts)
         self._steps = known[:, order]
         self._choices = np.concatenate([self._choices, sums])[order]
-        last = np.where(steps.counts.any(axis=0), steps.steps[-1], -1)
+        last = np.where(of_experts > 0, steps.steps[-1], -1)
         self._counted_at = np.maximum(self._counted_at, last)
 
     def findings(

@@ -115,6 +115,26 @@ def sum_slots(
     return overflowed
 
 
+@kernel
+def sum_counts(counts: NDArray[np.uint32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the (T, L) tokens of each step over its experts, and (L, E) of each expert over steps.
+
+    In one pass: numpy takes three times as long for either sum, because it converts the counts.
+    """
+    num_steps, num_layers, num_experts = counts.shape
+    by_step = np.zeros((num_steps, num_layers), np.int64)
+    by_expert = np.zeros((num_layers, num_experts), np.int64)
+    for step in range(num_steps):
+        for layer in range(num_layers):
+            row, of_experts, total = counts[step, layer], by_expert[layer], np.int64(0)
+            for expert in range(num_experts):
+                tokens = np.int64(row[expert])
+                of_experts[expert] += tokens
+                total += tokens
+            by_step[step, layer] = total
+    return by_step, by_expert
+
+
 @inlined
 def _is_among(epochs: NDArray[np.int64], epoch: int) -> bool:
     """Return True if an epoch is among the known ones."""

@@ -89,6 +89,7 @@ from evenkeel_moe.telemetry.time_fit import NoFit
 from evenkeel_moe.model.dispatch_model import DispatchModel
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.telemetry import step_kernels
+from evenkeel_moe.telemetry.load_check import LoadCheck
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.wire.link import ReplicaCost
 from evenkeel_moe.wire import reports, step_checks
@@ -118,6 +119,8 @@ window = windows_of([assembler.take(report) for report in got])[Phase.DECODE]
 no_steps = {"steps": got[0].steps[:0], "counts": got[0].counts[:0], "dropped_steps": 3}
 nothing = over_the_wire(replace(run.report(0), **no_steps))
 assembler.take(nothing)
+LoadCheck(8).add(window)
+LoadCheck(8).add(window.slice(slice(1, None)))
 counts = window.slice(slice(1, None)).counts
 costs = RankNumbers("H100", "bf16", None, ReplicaCost(0.0, 1e-6, 1e-6, 1e-5, 0.0, 0.0))
 no_fit = NoFit("none")

@@ -22,6 +22,7 @@ from evenkeel_moe.model.placement import Placement
 from evenkeel_moe.model.plan import Plan, PlanPhase, PlanRecord
 from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
+from evenkeel_moe.telemetry.step_kernels import sum_counts
 from evenkeel_moe.telemetry.windows import new_steps, steps_at_once
 
 
@@ -223,13 +224,13 @@ class GaugeReader:
     def _layer_loads(self, placement: Placement) -> NDArray[np.float64] | None:
         """Return the (L, R) [tokens] of all windows; None without load."""
         sums = [
-            part.counts.sum(axis=0, dtype=np.float64)
+            sum_counts(part.counts)[1]
             for parts in self.loads.windows_of(placement).values()
             for part in parts
         ]
         if not sums:
             return None
-        load = np.sum(sums, axis=0)
+        load = np.sum(sums, axis=0).astype(np.float64)
         by_rank = metrics.rank_load(load[None], placement, self.loads.split())[0]
         return np.asarray(by_rank, np.float64)
 

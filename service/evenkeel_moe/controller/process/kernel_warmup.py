@@ -24,6 +24,7 @@ from evenkeel_moe.planning.problem import metrics, moe_time
 from evenkeel_moe.planning.problem.token_split import SplitModel
 from evenkeel_moe.protocol.messages import RankIdentity
 from evenkeel_moe.telemetry.assembly import StepAssembler
+from evenkeel_moe.telemetry.step_kernels import sum_counts
 from evenkeel_moe.wire.reports import decode_report, encode_report
 
 _log = structlog.get_logger(__name__)
@@ -58,6 +59,7 @@ def _uses() -> Iterator[Callable[[], object]]:
         yield partial(metrics.rank_load, load, placement, split)
         yield partial(metrics.rank_totals, load.astype(np.uint32), placement, split)
         yield partial(moe_time.predicted_time, load.astype(np.uint32), placement, split=split)
+    yield partial(sum_counts, load.astype(np.uint32))
     yield lambda: moe_time.replica_work(np.ones(1), ReplicaWork(start_tokens=1.0))
     one, none = np.zeros((1, 1)), np.zeros(1, np.int64)
     yield lambda: pack_window(LoadWindow(load.astype(np.uint32), none, none, none[:, None], one))
