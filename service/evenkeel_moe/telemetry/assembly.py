@@ -159,8 +159,8 @@ class StepAssembler:
             self._make_room(buffer, report, added, dropped)
             added = buffer.add(report, wrong, self._rules)
         flags = added.flags
-        told = added.seen & ~StepFlag.COMPLETE
-        rejected = [*self._refusals(buffer, report, added), *dropped] if told else dropped
+        refused = added.seen & ~StepFlag.COMPLETE
+        rejected = [*self._refusals(buffer, report, added), *dropped] if refused else dropped
         complete: tuple[tuple[Phase, LoadWindow], ...] = ()
         unsummed = self._unsummed(report, flags) if added.seen & StepFlag.SUM_MISMATCH else None
         if added.seen & StepFlag.COMPLETE:

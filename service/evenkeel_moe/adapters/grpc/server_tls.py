@@ -129,7 +129,7 @@ def renewed_credentials(
 def client_authorities(file: Path) -> WatchedFiles[frozenset[bytes]]:
     """Return the CAs that clients may have their certificates from, as their file (PEM) has them.
 
-    To read it raises OSError if it cannot be read, or holds no certificate.
+    `first` raises OSError if the file cannot be read, or holds no certificate.
     """
 
     def read() -> frozenset[bytes]:

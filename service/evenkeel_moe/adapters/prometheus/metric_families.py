@@ -23,7 +23,7 @@ class View:
 
     status: DeploymentStatus
     more: tuple[Series, ...]
-    """What the status does not hold."""
+    """The gauges that the status does not hold."""
 
 
 _FAMILIES: Mapping[tuple[str, ...], Mapping[str, str]] = {

@@ -1,4 +1,4 @@
-"""What the stores on Redis share: keys, timed calls, and records that cannot be read."""
+"""Gives the stores on Redis their keys and timed calls, and skips records that cannot be read."""
 
 import asyncio
 from collections.abc import Callable, Sequence
