@@ -221,13 +221,14 @@ class RedisDeploymentStore(RedisLeases):
         lasting: bool = True,
     ) -> None:
         """Write a small named JSON document."""
+        replicas = 0 if name in _WRITTEN_BY_EACH_LEADER else self._wait_replicas
         await self._write(
             deployment,
             ("documents",),
             scripts.STORE_DOCUMENT,
             term,
             *(f"document:{name}", name, json.dumps(body)),
-            replicas=0 if name in _WRITTEN_BY_EACH_LEADER else self._wait_replicas,
+            replicas=replicas,
             lasting=lasting,
         )
 
