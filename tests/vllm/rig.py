@@ -107,8 +107,8 @@ class Rig:
         """Order a plan that gives every slot another expert; return its id."""
         rng = np.random.default_rng(seed)
         rows = self.served.get("/placement")["physical_to_logical"]
-        # Experts trade names, so that no rank holds one of them twice.
-        target = [rng.permutation(EXPERTS)[row].tolist() for row in rows]
+        # Experts trade names, so that no rank holds one of them twice. Empty slots stay so.
+        target = [np.append(rng.permutation(EXPERTS), -1)[row].tolist() for row in rows]
         body = {"target": {"physical_to_logical": target}, "approve": True}
         answer = self.served.post("/plans", body)
         assert answer.status_code == 202, answer.text
